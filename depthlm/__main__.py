@@ -4,9 +4,13 @@ Each command imports its code only when it runs, so that `--help` and `--version
 """
 
 import argparse
+import io
 import os
+import re
 import sys
+from contextlib import redirect_stdout, suppress
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import depthlm
@@ -19,6 +23,8 @@ NOTES = {
     "prepare": "the same command resumes from the last complete file",
     "submit": "--status shows what has been submitted",
 }
+# commands whose arguments are the overrides of a run
+WITH_OVERRIDES = ("train", "prepare", "submit", "summary", "report", "doctor")
 
 
 def train(arguments: list[str], program: str) -> None:
@@ -166,10 +172,10 @@ def main(command: str | None = None, arguments: list[str] | None = None, program
     prepare_streams()
     named = command or " ".join(sys.argv[1:2])
     quiet_interrupts(program or f"depthlm {named}".rstrip(), NOTES.get(named, ""))
-    if command is None and sys.argv[1:2] in (["-sc"], ["--shell-completion"]):
-        command, arguments = "train", sys.argv[1:]
-        if not _complete():
+    if sys.argv[1:2] in (["-sc"], ["--shell-completion"]):
+        if not _complete(command):
             return
+        command, arguments = "train", sys.argv[1:]
     elif command is None:
         command, arguments = sys.argv[1] if sys.argv[1:] else "--help", sys.argv[2:]
         if command.startswith("-"):
@@ -191,21 +197,38 @@ def _refuse(command: str) -> None:
     raise UserError(f"{command}: no such command; allowed: {listed(COMMANDS)}{nearest(command, COMMANDS)}")
 
 
-def _complete() -> bool:
-    """Complete the name of a command, or rewrite the shell's request so that Hydra can complete the overrides.
+def _complete(command: str | None) -> bool:
+    """Complete the name of a command, a flag, a key of a command or a run directory.
 
-    Returns False if there is nothing left for Hydra to complete.
+    Returns True if Hydra completes: the overrides of a run, which follow the first word of COMP_LINE then.
     """
     line = os.environ.get("COMP_LINE")
     if line is None:
         return True
-    program, *words = line.split(" ")
-    if len(words) < 2:
-        print(" ".join(COMMANDS))
-    elif words[0] in ("train", "prepare", "submit", "summary", "report"):
+    word = line.rpartition(" ")[2]
+    if command is None:
+        program, *words = line.split(" ")
+        if len(words) < 2:
+            print(" ".join(COMMANDS))
+            return False
+        command = words[0]
         os.environ["COMP_LINE"] = " ".join([program, *words[1:]])
+    if word.startswith("run="):
+        files = [*Path("outputs").glob("*/*/config.yaml"), *Path("outputs").glob("*/*/*/config.yaml")]
+        print(" ".join(f"run={file.parent}" for file in sorted(files)))
+    elif command in WITH_OVERRIDES and not word.startswith("-"):
         return True
+    elif command in COMMANDS:
+        print(" ".join(_flags_and_keys(command)))
     return False
+
+
+def _flags_and_keys(command: str) -> list[str]:
+    """Return the flags and keys in the help of a command."""
+    output = io.StringIO()
+    with redirect_stdout(output), suppress(SystemExit):
+        COMMANDS[command](["--help"], f"depthlm {command}")
+    return sorted(set(re.findall(r"(?<![\w-])--[\w-]+|^  \w+=", output.getvalue(), re.MULTILINE)))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,6 +4,8 @@ import re
 from datetime import date
 
 import yaml
+from hatchling.metadata.core import ProjectMetadata
+from hatchling.plugin.manager import PluginManager
 
 import depthlm
 from depthlm.locations import REPOSITORY
@@ -23,3 +25,12 @@ def test_the_citation_has_what_its_format_requires() -> None:
     assert {"cff-version", "title", "message", "authors"} <= citation.keys()
     assert isinstance(citation["date-released"], date)
     assert citation["license"] in (REPOSITORY / "pyproject.toml").read_text()
+
+
+def test_the_wheel_has_classifiers_and_the_addresses_of_the_papers() -> None:
+    # raises ValueError for a classifier that PyPI does not know
+    metadata = ProjectMetadata(str(REPOSITORY), PluginManager()).core
+    assert "Programming Language :: Python :: 3.11" in metadata.classifiers
+    page = (REPOSITORY / "docs/mechanisms.md").read_text()
+    assert len(metadata.urls) > 5
+    assert not [url for url in metadata.urls.values() if f"({url})" not in page]

@@ -34,6 +34,7 @@ USAGE = r"""
     python train.py size=360m precision=bf16 training.max_tokens=7B
     python train.py -m seed=1,2 optimizer.lr=1e-3,2e-3
     eval "$(python train.py -sc install=bash)"      completion of groups, options and keys in this shell
+    eval "$(depthlm -sc install=bash)"              the same for every depthlm command
 """
 
 
@@ -84,7 +85,7 @@ def show_topic(
         table = Table(topic, "", box=box.SIMPLE)
         default = raw.hydra.runtime.choices.get(topic)
         for option in groups[topic]:
-            words = escape(" ".join(comment(option_file(topic, option, config_dir))))
+            words = escape(meaning(topic, option, config_dir))
             table.add_row(option, f"{words} [dim](the default)[/dim]" if option == default else words)
         console.print(table)
         console.print(f"`--help {topic}={groups[topic][0]}` shows what an option sets.\n", markup=False)
@@ -92,11 +93,18 @@ def show_topic(
         console.print(key_table(topic_keys, raw))
 
 
+def meaning(group: str, option: str, config_dir: str | Path | None) -> str:
+    """Return what an option is: the title of an experiment, and the comment at the top of the option's file."""
+    file = option_file(group, option, config_dir)
+    title = OmegaConf.select(OmegaConf.load(file), "experiment.title") if group == "experiment" else None
+    return ". ".join(text for text in (title, " ".join(comment(file))) if text)
+
+
 def show_option(console: Console, group: str, option: str, config_dir: str | Path | None) -> None:
     """Print what an option is and sets; for a mechanism, print the docstrings and settings of its classes."""
     file = option_file(group, option, config_dir)
     console.print(f"[bold]{group}={option}[/bold]  [dim]{escape(str(file))}[/dim]")
-    console.print(" ".join(comment(file)) + "\n", markup=False)
+    console.print(meaning(group, option, config_dir) + "\n", markup=False)
     parts = {"model": ("connection", "attention"), "model/connection": ("",), "model/attention": ("",)}.get(group)
     if parts is None:
         text = "\n".join(line for line in file.read_text().splitlines() if not line.startswith("#"))

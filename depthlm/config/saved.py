@@ -9,6 +9,7 @@ import functools
 import hashlib
 import hmac
 import inspect
+import json
 import os
 import re
 import secrets
@@ -168,12 +169,20 @@ def check_trusted(saved: Mapping[str, str], trust: Sequence[str], where: str) ->
 
     Importing a module executes it, and the file may name any module. saved: classes by key, as `targets` returns them.
     """
+    untrusted = {}
     for key, target in saved.items():
         module = target.rpartition(".")[0]
         if not module:
             raise UserError(f"{where}: {key}._target_ names no class ({target}); config.yaml may be damaged")
         if not any(module == name or module.startswith(f"{name}.") for name in ("depthlm", "torch.optim", *trust)):
-            raise UserError(f"{where}: {key} is from {module}; name that module in trust=[...] to import it")
+            untrusted[key] = module
+    if untrusted:
+        origins = ", ".join(f"{key} is from {module}" for key, module in untrusted.items())
+        names = list(dict.fromkeys([*trust, *untrusted.values()]))
+        raise UserError(
+            f"{where}: {origins}. Loading the run imports that code; if you trust it, add trust={','.join(names)} "
+            f"(in Python, trust={json.dumps(names)})"
+        )
 
 
 def outside_settings(config: Config) -> dict[str, Any]:

@@ -192,11 +192,19 @@ def quota(name: str, data: Data) -> int | None:
 
 
 def token_folder(name: str, source: Source, data: Data) -> Path:
-    """Return the source's own path, or data/tokens/<name>-<digest of the settings> in the current folder."""
+    """Return the source's own path, or data/tokens/<name>-<digest of the settings> in the current folder.
+
+    Token files with this digest are used under any name, so a renamed corpus is not prepared again.
+    """
     if source.path:
         return Path(source.path)
     settings_json = json.dumps(settings(name, source, data), sort_keys=True)
-    return Path("data", "tokens", f"{name}-{hashlib.sha256(settings_json.encode()).hexdigest()[:8]}")
+    suffix = f"-{hashlib.sha256(settings_json.encode()).hexdigest()[:8]}"
+    folder = Path("data", "tokens", f"{name}{suffix}")
+    if Manifest.exists(folder):
+        return folder
+    complete = sorted(other for other in folder.parent.glob(f"*{suffix}") if Manifest.exists(other))
+    return complete[0] if complete else folder
 
 
 def token_folders(data: Data) -> dict[str, Path]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import hydra
 
-from depthlm.commands.help import default_text, imported_class, setting_rows
-from depthlm.config.hydra_context import available_groups, comment, hydra_at_conf
+from depthlm.commands.help import default_text, imported_class, meaning, setting_rows
+from depthlm.config.hydra_context import available_groups, hydra_at_conf
 from depthlm.config.keys import Key, keys
 from depthlm.config.validate.explain import option_file
 from depthlm.files import read_yaml
@@ -40,7 +40,7 @@ def group_tables(chosen: Any) -> Iterator[str]:
         yield f"\n### `{group}`\n"
         default = chosen.get(group)
         ordered = sorted(options, key=lambda option: option != default)
-        rows = ((code(option), prose(" ".join(comment(option_file(group, option, None))))) for option in ordered)
+        rows = ((code(option), prose(meaning(group, option, None))) for option in ordered)
         yield f"The default is `{default}`.\n" if default in options else "No option is the default.\n"
         yield from table(("option", "what it is"), rows)
 

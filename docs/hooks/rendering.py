@@ -12,7 +12,8 @@ from nbconvert import MarkdownExporter
 
 ITEM = re.compile(r"( *)([-*]|\d+\.) +")
 FENCE = re.compile(r" *(```|~~~)")
-FORMULA = re.compile(r'<div class="arithmatex">(.*?)</div>', re.DOTALL)
+# `$$formula$$` is a block, and `$formula$` is part of a line
+FORMULA = re.compile(r'<(div|span) class="arithmatex">\\[\[(](.*?)\\[\])]</\1>', re.DOTALL)
 # a line `name: meaning` or `a, b: meaning` of a docstring
 MEANING = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (.+)")
 
@@ -77,12 +78,15 @@ def is_open(lines: list[str]) -> bool:
 
 def on_page_content(content: str, **_: Any) -> str:
     """Replace formulas by MathML, which browsers render by themselves."""
-    return FORMULA.sub(lambda match: f'<div class="formula">{math(match[1])}</div>', content)
+    return FORMULA.sub(lambda match: mathml(html.unescape(match[2]).strip(), match[1] == "div"), content)
 
 
-def math(tex: str) -> str:
-    stripped = html.unescape(tex).strip().removeprefix(r"\[").removesuffix(r"\]")
-    return str(convert(stripped, display="block"))
+def mathml(tex: str, is_block: bool) -> str:
+    """Return a formula as MathML. A narrow screen breaks the line of a block at each \\qquad."""
+    if not is_block:
+        return str(convert(tex, display="inline"))
+    parts = "".join(f"<div>{convert(part, display='block')}</div>" for part in tex.split(r"\qquad"))
+    return f'<div class="formula">{parts}</div>'
 
 
 class Meanings(Extension):

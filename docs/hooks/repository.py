@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
+from rendering import github_slug
 
 REPOSITORY = Path(__file__).parents[2]
 # Markdown outside of docs/ that has a place in the navigation
 PAGES = {
-    "README.md": "start.md",
+    "README.md": "index.md",
     "benchmarks/README.md": "benchmarks.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -29,7 +30,8 @@ LANGUAGES = {
     "": "text",
 }
 FENCE = re.compile(r"^ *(```|~~~)")
-LINK = re.compile(r"\]\(([^)\s]+)\)")
+# the text of a link if it is the name of a page, and the target
+LINK = re.compile(r"(\[[\w./-]+\.md)?\]\(([^)\s]+)\)")
 API = re.compile(r"^<!-- api: ([\w.]+) -->$", re.MULTILINE)
 HEAD = "---\nsearch:\n  exclude: true\n---\n\n"
 
@@ -50,17 +52,21 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Change links to files of the repository to their pages, and comments `api:` to directives of mkdocstrings."""
+    """Change links to files of the repository to their pages, with titles in place of names of files.
+
+    Comments `api:` become directives of mkdocstrings.
+    """
     here = page.file.src_uri
     if here.startswith("source/"):
         return markdown
 
     def changed(match: re.Match[str]) -> str:
-        _, hash_mark, anchor = match[1].partition("#")
-        target = target_of(match[1], here)
+        _, hash_mark, anchor = match[2].partition("#")
+        target = target_of(match[2], here)
         if target is None:
             return match[0]
-        return f"]({posixpath.relpath(uri_of(target), posixpath.dirname(here) or '.')}{hash_mark}{anchor})"
+        text = f"[{heading(target, anchor)}" if match[1] else ""
+        return f"{text}]({posixpath.relpath(uri_of(target), posixpath.dirname(here) or '.')}{hash_mark}{anchor})"
 
     lines = [line if is_code else LINK.sub(changed, line) for line, is_code in marked_lines(markdown)]
     return API.sub(r"::: \1", "\n".join(lines))
@@ -94,7 +100,14 @@ def marked_lines(markdown: str) -> list[tuple[str, bool]]:
 
 
 def links(markdown: str) -> list[str]:
-    return [link for line, is_code in marked_lines(markdown) if not is_code for link in LINK.findall(line)]
+    return [link for line, is_code in marked_lines(markdown) if not is_code for _, link in LINK.findall(line)]
+
+
+def heading(target: str, anchor: str) -> str:
+    """Return the heading that a link to a page of the repository leads to: its title, or that of the anchor."""
+    lines = marked_lines((REPOSITORY / target).read_text())
+    headings = [line.lstrip("#").strip() for line, is_code in lines if line.startswith("#") and not is_code]
+    return next((text for text in headings if github_slug(text) == anchor), headings[0])
 
 
 def target_of(link: str, here: str) -> str | None:

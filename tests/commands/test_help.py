@@ -3,14 +3,16 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import depthlm
-from depthlm.__main__ import main
-from depthlm.commands.help import print_help, setting_meanings
+from depthlm.__main__ import COMMANDS, main
+from depthlm.commands.help import meaning, print_help, setting_meanings
 from depthlm.commands.train import read_command_line
 from depthlm.config import mechanisms
+from depthlm.config.hydra_context import available_groups
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
 
@@ -34,6 +36,18 @@ def test_help_on_a_group_shows_only_its_options_and_keys(capsys: pytest.CaptureF
     assert "(the default)" in text.split("cosine")[1].splitlines()[0]
     assert "schedule.warmup_ratio" in text
     assert "optimizer.lr" not in text
+
+
+def test_help_on_a_group_describes_each_of_its_options() -> None:
+    for group, options in available_groups(None).items():
+        assert not [option for option in options if not meaning(group, option, None)], group
+
+
+def test_help_on_experiments_says_what_each_compares(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(printed(capsys, "experiment").split())
+    assert "dca/ablation From the residual connection to DeepCrossAttention. DeepCrossAttention (arXiv" in text
+    assert "depth_width Depth and width under a fixed compute. Attention Residuals (arXiv" in text
+    assert "depthlm/rates The learning rate of each mechanism at the smallest size depthlm/scaling" in text
 
 
 def test_help_on_an_option_shows_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,11 +104,55 @@ def test_the_shell_completes_groups_and_options(forks: Forks) -> None:
 
     assert complete("python train.py model=dep", "train.py") == ["model=depth_attention"]
     assert complete("depthlm train optimizer=a", "-m", "depthlm") == ["optimizer=adamw", "optimizer=ademamix"]
+    assert complete("python slurm/submit.py optimizer=a", "slurm/submit.py") == [
+        "optimizer=adamw",
+        "optimizer=ademamix",
+    ]
     assert "summary" in complete("depthlm su", "-m", "depthlm")
     done = forks.run(["train.py", "-sc", "install=bash"])
     assert done.returncode == 0, done.stderr
     # the script is valid bash
     assert subprocess.run(["bash", "-n"], input=done.stdout, text=True).returncode == 0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_shell_completes_the_flags_of_every_command(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["depthlm", "-sc", "query=bash"])
+    monkeypatch.setenv("COMP_LINE", f"depthlm {command} --h")
+    main()
+    assert "--help" in capsys.readouterr().out.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("depthlm runs --", {"--compare", "--prune", "--json"}),
+        ("depthlm doctor --", {"--json", "--config-dir"}),
+        ("depthlm generate ", {"run=", "prompt=", "max_new_tokens="}),
+        ("depthlm export run=outputs/default/base t", {"to=", "push_to="}),
+        ("depthlm inspect run=", {"run=outputs/default/base", "run=outputs/moda/variants/a"}),
+        ("depthlm nothing ", set()),
+    ],
+)
+def test_the_shell_completes_keys_flags_and_runs(
+    line: str,
+    words: set[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for run in ("default/base", "moda/variants/a"):
+        (tmp_path / "outputs" / run).mkdir(parents=True)
+        (tmp_path / "outputs" / run / "config.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["depthlm", "-sc", "query=bash"])
+    monkeypatch.setenv("COMP_LINE", line)
+    main()
+    printed_words = set(capsys.readouterr().out.split())
+    assert words <= printed_words
+    assert words or not printed_words
 
 
 def test_help_does_not_import_torch() -> None:

@@ -1,9 +1,15 @@
 """The classes that a saved configuration names, and its comparison with another one."""
 
+import json
+import re
+
 import pytest
 
+from depthlm.config.arguments import read_arguments
+from depthlm.config.from_run import trusted
 from depthlm.config.saved import check_trusted, compare
 from depthlm.errors import UserError
+from depthlm.evaluation.evaluate import Evaluate
 
 
 def test_a_class_without_a_module_is_reported_as_damage() -> None:
@@ -22,8 +28,24 @@ def test_only_modules_of_depthlm_and_trusted_ones_are_imported() -> None:
         "",
     )
     for target in ("depthlm_too.A", "mine.A", "torch.hub.load"):
-        with pytest.raises(UserError, match="name that module in trust="):
+        with pytest.raises(UserError, match="Loading the run imports that code"):
             check_trusted({"optimizer": target}, ["min"], "run")
+
+
+def test_the_hint_on_trust_works_as_printed() -> None:
+    saved = {"model.connection": "mine.part.A", "model.attention": "theirs.B", "optimizer": "torch.optim.SGD"}
+    with pytest.raises(UserError) as refused:
+        check_trusted(saved, ["earlier"], "outputs/a")
+    assert str(refused.value) == (
+        "outputs/a: model.connection is from mine.part, model.attention is from theirs. Loading the run imports that "
+        "code; if you trust it, add trust=earlier,mine.part,theirs "
+        '(in Python, trust=["earlier", "mine.part", "theirs"])'
+    )
+    (hint,) = re.findall(r"add (trust=\S+)", str(refused.value))
+    (in_python,) = re.findall(r"in Python, trust=(.*)\)", str(refused.value))
+    names = read_arguments(Evaluate, ["run=outputs/a", hint]).trust
+    assert names == trusted([hint]) == json.loads(in_python)
+    check_trusted(saved, names or (), "outputs/a")
 
 
 def test_a_run_of_an_older_version_has_the_defaults_of_newer_keys() -> None:

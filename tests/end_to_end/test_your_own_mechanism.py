@@ -62,7 +62,7 @@ def test_the_loss_of_both_runs_falls(work: Path, run: str) -> None:
 
 def test_loading_the_run_requires_trust(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(work))
-    with pytest.raises(UserError, match=r"name that module in trust=\[\.\.\.\]") as refused:
+    with pytest.raises(UserError, match=r"add trust=my_mechanisms\.gated_skip ") as refused:
         depthlm.load(work / "outputs/gated_skip")
     assert str(refused.value).replace(str(work / "outputs"), "outputs") in PAGE
     _, config = depthlm.load(work / "outputs/both", trust=["my_mechanisms"])

@@ -325,7 +325,7 @@ def test_load_returns_the_newest_weights(small_run: Callable[..., list[str]], tm
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("os.system", "name that module in trust"),
+        ("os.system", "Loading the run imports that code"),
         ("depthlm.model.connection.nn.Module", "cannot be imported"),
         ("depthlm.model.decoder.Decoder", "not a subclass of"),
         ("depthlm.mechanisms.residual.Residual\n    x: {_target_: this.is.never.Imported}", "no such setting"),

@@ -117,6 +117,8 @@ def reading(file: TextFile) -> Iterator[None]:
         yield
     except DataError:
         raise
+    except PermissionError as error:
+        raise DataError("you may not read the file", file.location, "Change its permissions: chmod u+r.") from error
     except (OSError, EOFError, pa.ArrowException, zlib.error, zstd.ZstdError) as error:
         what = f"cannot be read to its end ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
         raise DataError(what, file.location, DOWNLOAD) from error

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from depthlm.console import stderr_console
-from depthlm.data.corpora.documents import REASONS, documents, is_validation
+from depthlm.data.corpora.documents import REASONS, documents, first_mistakes, is_validation
 from depthlm.data.corpora.sources import all_sources, is_remote, text_files, train_sources
 from depthlm.data.manifest import Manifest, check_sizes
 from depthlm.data.preparation import progress as progress_file
@@ -41,6 +41,8 @@ from depthlm.data.tokenizers import (
 from depthlm.errors import DataError
 from depthlm.files import sync
 
+# the folders whose files that cannot be read were named by an error of this process
+_NAMED: set[str] = set()
 _MAY_HAVE_CHANGED = "may have changed (the same names and sizes, but files were written, copied or renamed)"
 
 
@@ -159,12 +161,38 @@ class _Preparation:
                     self.check_existing()
                 else:
                     self.make()
+        except DataError as error:
+            raise self.with_other_files(error) from error
         except OSError as error:
             remedy = (
                 "Free some space or fix the cause, then run the same command: it resumes from the last complete shard."
             )
             raise DataError(f"cannot prepare token files ({error})", self.folder, remedy) from error
         return self.folder
+
+    def with_other_files(self, error: DataError) -> DataError:
+        """Return an error that names all files that cannot be read, if the given one is about one of them.
+
+        The points of a sweep meet the same files: from the second time on, the error only refers to the first.
+        """
+        source, data = self.source, self.data
+        if is_remote(source):
+            return error
+        files = text_files(self.name, source)
+        listed = [*files.train, *(files.held_out or ())]
+        if error.where not in {file.location for file in listed}:
+            return error
+        root, skips_bad = str(files.description["root"]), data.on_bad_document == "skip"
+        limits = source.text_field or "", _is_cut(source), data.max_document_bytes, skips_bad
+        reasons = list(first_mistakes(listed, *limits))
+        if len(reasons) < 2:
+            return error
+        if root in _NAMED:
+            return DataError(f"{len(reasons)} files cannot be read", root, "They are named above.")
+        _NAMED.add(root)
+        skip = "" if skips_bad else ", or set data.on_bad_document=skip to skip and count bad documents"
+        listing = "".join(f"\n  - {reason}" for reason in reasons)
+        return DataError(f"{len(reasons)} files cannot be read", root, f"Fix or remove them{skip}:{listing}")
 
     @contextmanager
     def lock(self) -> Iterator[bool]:

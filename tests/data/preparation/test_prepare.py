@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from depthlm.data import Corpus, DataError, Manifest, open_corpus, prepare, token_folders, vocab_size
-from depthlm.data.corpora.documents import REASONS
+from depthlm.data.corpora.documents import REASONS, Reader
+from depthlm.data.corpora.formats import TextFile
 from depthlm.data.settings import Data, Source
 
 from ..conftest import WORDS
@@ -81,6 +82,58 @@ def test_token_files_at_a_path_are_used_as_they_are(local: Local) -> None:
     assert open_corpus(bare).tokenizer.vocab_size < 5000 == vocab_size(bare)
     with pytest.raises(DataError, match="vocab_size: prepared 5000, requested 300"):
         prepare(local(path="tokens"))
+
+
+def test_a_renamed_corpus_is_not_prepared_again(local: Local, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = prepare(local())["local"]
+    capsys.readouterr()
+    renamed = local(name="renamed")
+    assert prepare(renamed) == {"renamed": folder}
+    assert capsys.readouterr().err == ""
+    assert open_corpus(renamed).digest() == open_corpus(local()).digest()
+    assert list(open_corpus(renamed).validation) == ["renamed"]
+    assert [path.name for path in Path("data/tokens").iterdir() if path.is_dir()] == [folder.name]
+    # other settings, of which no token files exist
+    assert prepare(local(name="renamed", vocab_size=290))["renamed"].name.startswith("renamed-")
+
+
+def test_all_files_that_cannot_be_read_are_named_at_once_and_only_once(local: Local, text_folder: Path) -> None:
+    (text_folder / "part0/0.txt").write_bytes("Ω".encode("utf-16"))
+    (text_folder / "part1/1.txt").write_bytes(b"\xff")
+    (text_folder / "part1/4.txt").write_text("")
+    broken = text_folder / "part2/2.jsonl.gz"
+    broken.write_bytes(b"not compressed")
+    data = local(suffixes=[".txt", ".jsonl.gz"], text_field="text")
+    with pytest.raises(DataError) as refused:
+        prepare(data)
+    assert str(refused.value) == (
+        f"3 files cannot be read: {text_folder}. Fix or remove them, or set data.on_bad_document=skip to skip and "
+        "count bad documents:\n"
+        f"  - {text_folder}/part0/0.txt: the file is UTF-16, not UTF-8\n"
+        f"  - {text_folder}/part1/1.txt: the file is not UTF-8 (invalid start byte)\n"
+        f"  - {broken}: cannot be read to its end (Not a gzipped file (b'no')). Download or copy the file again."
+    )
+    # the next point of a sweep
+    with pytest.raises(DataError, match=r"^3 files cannot be read: .*/text\. They are named above\.$"):
+        prepare(data)
+    # bad documents are skipped now, and the error is about the only file that cannot be read
+    with pytest.raises(DataError, match=r"^cannot be read to its end .*2\.jsonl\.gz\. Download or copy"):
+        prepare(dataclasses.replace(data, on_bad_document="skip"))
+
+
+def test_a_file_without_permission_is_named_with_its_remedy(
+    local: Local, text_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str, *_: object) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    # root may read any file
+    monkeypatch.setattr("builtins.open", refuse)
+    file = TextFile("a.txt", str(text_folder / "a.txt"))
+    with pytest.raises(
+        DataError, match=r"^you may not read the file: .*a\.txt\. Change its permissions: chmod u\+r\.$"
+    ):
+        next(Reader(file, "text").records())
 
 
 def test_a_change_of_the_text_is_noted(local: Local, text_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
