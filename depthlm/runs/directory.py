@@ -148,8 +148,11 @@ def _lock(file: TextIO, directory: Path) -> None:
             )
 
 
-def describe_run(config: Config, ranks: Ranks) -> None:
-    """Write the configuration and environment to the run directory. Raises UserError if that fails."""
+def describe_run(config: Config, ranks: Ranks, steps: int) -> None:
+    """Write the configuration and environment to the run directory. Raises UserError if that fails.
+
+    steps: of the whole run.
+    """
     run = RunDirectory.of(config.output_dir)
     try:
         if run.checkpoint_folders():
@@ -163,7 +166,12 @@ def describe_run(config: Config, ranks: Ranks) -> None:
             os.replace(run.summary, run.earlier_summary(summary["steps"]))
         run.failure.unlink(missing_ok=True)
         replace_text(run.config, signed_config_text(config))
-        launched = {"world_size": ranks.world_size, "launcher": ranks.launcher, "nodes": ranks.nodes}
+        launched = {
+            "world_size": ranks.world_size,
+            "launcher": ranks.launcher,
+            "nodes": ranks.nodes,
+            "steps": steps,
+        }
         described = environment.describe(environment.device_type(config.device)) | launched
         run.environment.write_text(json.dumps(described, indent=1) + "\n")
     except OSError as error:

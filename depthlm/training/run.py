@@ -97,7 +97,7 @@ def set_up(config: Config, ranks: Ranks, claim: Claim, stack: ExitStack) -> Trai
     # each rank reads the names of the tasks now, so that a later change of their files does not matter
     missing_results(config, {})
     on_rank_0(lambda: check_evaluation(config, setup.corpus.tokenizer, starting=start is None))
-    on_rank_0(lambda: describe_run(config, ranks))
+    on_rank_0(lambda: describe_run(config, ranks, setup.plan.max_steps))
     check_shared(paths.path, ranks.rank, on_rank_0(lambda: mark_directory(claim)))
     if ranks.rank == 0:
         setup.corpus.tokenizer.save(paths.path)
