@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from depthlm.config import compose
+from depthlm.config import compose, compose_anywhere
 from depthlm.doctor import command, run
 from depthlm.doctor.command import OK, PROBLEM, WARNING, Item, doctor, examine, run_check
 from depthlm.machine import environment
@@ -166,10 +166,11 @@ def test_wandb_with_a_key_and_no_network_is_a_warning(monkeypatch: pytest.Monkey
 
 
 def test_contradicting_launcher_variables_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose_anywhere()
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr("depthlm.distributed.launchers._launched", ({}, None))
-    (item,) = run.ranks()
+    (item,) = run.ranks(config)
     assert (item.state, "WORLD_SIZE is not set" in item.remedy) == (PROBLEM, True)
 
 

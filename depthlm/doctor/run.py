@@ -48,7 +48,7 @@ def checks(overrides: Sequence[str], config_dir: str | None) -> dict[str, Callab
         "disk, run": partial(disk, "disk, run", Path(config.output_dir or "outputs")),
         "disk, tokens": partial(disk, "disk, tokens", Path(config.data.path or "data/tokens")),
         "W&B": partial(wandb, config),
-        "ranks": ranks,
+        "ranks": partial(ranks, config),
         "precision": partial(precision, device_type),
         "kernels": partial(kernels, device_type),
         "configuration": partial(configuration, overrides, config_dir, errors),
@@ -164,7 +164,7 @@ def wandb(config: Config) -> Item:
     return Item("W&B", f"online: a key is set, and {host} answers")
 
 
-def ranks() -> Iterator[Item]:
+def ranks(config: Config) -> Iterator[Item]:
     """Report the launcher of this process, and the CPU cores and threads of each rank."""
     try:
         process_ranks = launchers.ranks()
@@ -172,8 +172,9 @@ def ranks() -> Iterator[Item]:
         yield Item("ranks", "the launcher's variables contradict each other", PROBLEM, str(error))
         return
     yield Item("ranks", launchers.describe_launch(process_ranks, "this machine"))
-    cores, threads = environment.cores(), environment.threads(process_ranks.launcher, process_ranks.local_world_size)
-    yield Item("cores", f"{cores} of {os.cpu_count()} for this process, {threads} threads per rank")
+    launcher, local_ranks = process_ranks.launcher, process_ranks.local_world_size
+    threads = environment.threads(config.training.num_threads, launcher, local_ranks)
+    yield Item("cores", f"{environment.cores()} of {os.cpu_count()} for this process, {threads}")
 
 
 def precision(device_type: str) -> Item:

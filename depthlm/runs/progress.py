@@ -40,7 +40,7 @@ class RunProgress:
         total = "" if self.steps is None else f" / {self.steps:,}"
         return {
             "step": "" if self.step is None else f"{self.step:,}{total}",
-            "tokens/s": "" if self.tokens_per_second is None else count_text(self.tokens_per_second),
+            "tokens/s": "" if self.tokens_per_second is None else count_text(round(self.tokens_per_second)),
             "left": "" if not self.remaining_seconds else duration_text(self.remaining_seconds),
             "GPU hours": hours_text(self.gpu_hours),
             "to come": hours_text(self.remaining_gpu_hours) if self.remaining_gpu_hours else "",

@@ -245,7 +245,7 @@ class Trackio:
         where = (
             f"in the Space {config.space}" if config.space else f"`trackio show --project {config.project}` shows it"
         )
-        log.info("Trackio run %s: %s", name, where)
+        log.info("Trackio: %s", where)
 
     def log(self, row: dict[str, Any]) -> None:
         """Log a row at its step."""

@@ -110,7 +110,7 @@ def init(tracker: TrackerConfig, *, dir: Path, **arguments: Any) -> Any:
             for handler in logging.getLogger("wandb").handlers:
                 # on a full disk, W&B's own log would print a traceback for each line
                 handler.handleError = lambda record: None  # type: ignore[method-assign]
-            where = run.url if mode == "online" else f"offline in {dir / 'wandb'}; `wandb sync` uploads it"
+            where = run.url if mode == "online" else "offline in the folder wandb/; `wandb sync` uploads it"
             log.info("W&B run %s: %s", run.id, where)
             return run
         except Exception as error:

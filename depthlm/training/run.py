@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from depthlm.config import Config
+from depthlm.counts import duration_text
 from depthlm.distributed.launchers import Ranks
 from depthlm.distributed.process_group import on_rank_0
 from depthlm.distributed.signals import stop_on_signal
@@ -154,7 +155,7 @@ def dry_run(config: Config) -> None:
             "peak memory": f"{peak_memory_gib(device):.2f} GiB",
             "step": f"{seconds[1]:.2f} s ({seconds[0]:.2f} s the first), "
             f"{plan.tokens_per_step / seconds[1]:,.0f} tokens/s",
-            "whole run": f"about {seconds[1] * plan.max_steps / 3600:.2f} hours of steps",
+            "whole run": f"about {duration_text(seconds[1] * plan.max_steps)} of steps",
             "loss": f"{loss:.4f} after one step",
         }
         show_table("One full-size step", rows, torch.distributed.get_rank())
