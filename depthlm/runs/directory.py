@@ -156,8 +156,11 @@ def describe_run(config: Config, ranks: Ranks, steps: int) -> None:
     run = RunDirectory.of(config.output_dir)
     try:
         if run.checkpoint_folders():
-            for name, words in compare(dataclasses.asdict(load_config(run.path)), dataclasses.asdict(config)).items():
+            differences = compare(dataclasses.asdict(load_config(run.path)), dataclasses.asdict(config))
+            for name, words in differences.items():
                 log.info("resuming with a changed setting: %s: %s", name, words)
+            if differences.keys() & {*LENGTHS}:
+                log.info("this run is now %d steps long; its directory keeps the name %s", steps, run.path.name)
         else:
             # it starts from scratch
             run.saved.unlink(missing_ok=True)
