@@ -330,6 +330,12 @@ class Config:
     dry_run: bool = key(
         False, "check, print the derived values, run one full-size step (twice, to time it), and stop", on_resume="free"
     )
+    price: float | None = key(
+        None,
+        "price of a GPU hour in US dollars; summary and dry_run print the cost of the run",
+        above=0,
+        on_resume="free",
+    )
     model: Model = section(Model, protocol=False)
     backbone: Backbone = section(Backbone)
     size: Size = section(Size)

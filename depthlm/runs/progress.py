@@ -105,9 +105,11 @@ def total_hours(progress: Sequence[RunProgress]) -> str:
 
 
 def hours_text(hours: float | None) -> str:
-    """Format GPU hours: 0.0123 as `0.012`, 12.34 as `12.3`, 1234.5 as `1,234`."""
+    """Format GPU hours: 0.0123 as `0.012`, 12.34 as `12.3`, 1234.5 as `1,234`, and what is less than 0.01 as that."""
     if hours is None:
         return ""
+    if 0 < hours < 0.01:
+        return "< 0.01"
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.1f}" if hours >= 10 else f"{hours:.2g}"
 
 

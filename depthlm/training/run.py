@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from depthlm.accounting.cost import ASSUMPTION, cost_rows, gpu_hours
 from depthlm.config import Config
 from depthlm.counts import duration_text
 from depthlm.distributed.launchers import Ranks
@@ -142,7 +143,7 @@ def dry_run(config: Config) -> None:
         on_rank_0(lambda: check_run_directory(config))
         setup = prepare_run(config, ranks, device, activity)
         on_rank_0(lambda: check_token_ids(config, setup.corpus.tokenizer))
-        engine, _ = build(setup, import_initial=True)
+        engine, cost = build(setup, import_initial=True)
         plan, batch = setup.plan, setup.batches[0].to(device)
         seconds = []
         # the second step is timed: the first one allocates optimizer states and compiles
@@ -151,11 +152,16 @@ def dry_run(config: Config) -> None:
             nll = train_step(engine, batch, plan, config.training.z_loss)
             loss = nll.item() / plan.tokens_per_step
             seconds.append(time.perf_counter() - started)
+        if device.type == "cuda":
+            hours, source = seconds[1] * plan.max_steps * plan.world_size / 3600, "at the speed of this step"
+        else:
+            hours, source = gpu_hours(cost.flops_per_token * plan.total_tokens), ASSUMPTION
         rows = {
             "peak memory": f"{peak_memory_gib(device):.2f} GiB",
             "step": f"{seconds[1]:.2f} s ({seconds[0]:.2f} s the first), "
             f"{plan.tokens_per_step / seconds[1]:,.0f} tokens/s",
             "whole run": f"about {duration_text(seconds[1] * plan.max_steps)} of steps",
+            **cost_rows(hours, source, config.price),
             "loss": f"{loss:.4f} after one step",
         }
         show_table("One full-size step", rows, torch.distributed.get_rank())

@@ -51,7 +51,9 @@ def test_rows_without_numbers_count_no_time(tmp_path: Path) -> None:
     assert progress_of(read_run(run)).gpu_hours == pytest.approx(8 * 100 / 3600)
 
 
-@pytest.mark.parametrize(("hours", "text"), [(None, ""), (0.0123, "0.012"), (12.34, "12.3"), (1234.5, "1,234")])
+@pytest.mark.parametrize(
+    ("hours", "text"), [(None, ""), (0.0, "0"), (1e-6, "< 0.01"), (0.0123, "0.012"), (12.34, "12.3"), (1234.5, "1,234")]
+)
 def test_hours_have_as_many_digits_as_they_are_known_to(hours: float | None, text: str) -> None:
     assert hours_text(hours) == text
 
