@@ -32,7 +32,7 @@ from depthlm.runs.directory import (
 from depthlm.training.checkpoint.init_from import check_token_ids
 from depthlm.training.checkpoint.restoring import find_resume_point, restore
 from depthlm.training.checkpoint.saving import NotSavedError, Saver
-from depthlm.training.monitoring.describe import show_summary
+from depthlm.training.monitoring.describe import show_next_commands, show_summary
 from depthlm.training.monitoring.display import log_to, show_table
 from depthlm.training.monitoring.metrics import peak_memory_gib
 from depthlm.training.nonfinite import DivergedError
@@ -131,6 +131,8 @@ def show_complete(config: Config, summary: dict[str, Any], rank: int) -> None:
     show_summary("This run is complete", directory, summary, rank)
     if missing := missing_part(directory, summary["steps"]):
         log.warning("its last checkpoint is not: %s; %s", missing, retrain(directory))
+    elif rank == 0:
+        show_next_commands(directory)
 
 
 def dry_run(config: Config) -> None:

@@ -22,7 +22,7 @@ from depthlm.runs.records import ValidationLosses, finite
 from depthlm.runs.trackers import Trackers, start_trackers
 from depthlm.training.checkpoint.saving import Saver
 from depthlm.training.engine import Engine
-from depthlm.training.monitoring.describe import summary_of, write_results
+from depthlm.training.monitoring.describe import show_next_commands, summary_of, write_results
 from depthlm.training.monitoring.display import Bar, row_text, validation_lines
 from depthlm.training.monitoring.meters import SublayerNormMeter, meter_of
 from depthlm.training.monitoring.metrics import (
@@ -333,4 +333,6 @@ class Trainer:
             write_results(self.paths.path, summary)
             record_results(self.config, last)
         log_sample(self.config, self.engine, corpus)
+        if self.is_rank_0:
+            show_next_commands(self.paths.path)
         return summary

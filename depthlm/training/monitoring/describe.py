@@ -140,19 +140,17 @@ def show_summary(title: str, directory: Path, summary: dict[str, Any], rank: int
         "weights": str(RunDirectory(directory).checkpoints),
     }
     show_table(title, rows, rank)
-    if rank == 0:
-        # without a table, so that a long command can be copied
-        console.print("\n".join(["Next:", *(f"  {command}" for command in next_commands(directory))]), soft_wrap=True)
 
 
-def next_commands(directory: Path) -> list[str]:
-    """Return commands that use a complete run."""
+def show_next_commands(directory: Path) -> None:
+    """Print commands that use a complete run, without a table, so that a long command can be copied."""
     run = shlex.quote(str(directory))
-    return [
+    commands = (
         f'{command("-m depthlm generate", "generate")} run={run} prompt="The"',
         f"{command('-m depthlm inspect', 'inspect')} run={run}",
         f"{command('-m depthlm runs', 'runs')} --compare {run} <another run>",
-    ]
+    )
+    console.print("\n  ".join(["Next:", *commands]), soft_wrap=True)
 
 
 def mixers(config: Config) -> dict[str, str]:
