@@ -1,4 +1,4 @@
-"""Numbers as text: counts with a unit (300M, 10B), bytes as GiB."""
+"""Numbers as text: counts with a unit (300M, 10B), bytes as GiB, durations as minutes, hours and days."""
 
 from fractions import Fraction
 from typing import Annotated, Any
@@ -39,6 +39,20 @@ def count_text(number: float) -> str:
 def counted(number: int, unit: str) -> str:
     """Format a number of things: `1 rank`, `2 ranks`."""
     return f"{number} {unit}{'' if number == 1 else 's'}"
+
+
+def duration_text(seconds: float) -> str:
+    """Format a duration: 50 as `50 s`, 1080 as `18 min`, 11520 as `3 h 12 min`, 400000 as `4 days 15 h`."""
+    if round(seconds) < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h" + (f" {minutes % 60} min" if minutes % 60 else "")
+    hours = round(seconds / 3600)
+    days = counted(hours // 24, "day")
+    return f"{days} {hours % 24} h" if hours % 24 else days
 
 
 def gib_text(count: float, digits: int = 2) -> str:

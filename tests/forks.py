@@ -165,11 +165,12 @@ class Forks:
             for rank in range(WORLD_SIZE)
         ]
 
-    def run_ranks(self, command: Sequence[str | Path]) -> None:
-        """Run two ranks of a command to their end, and check that both succeed."""
+    def run_ranks(self, command: Sequence[str | Path]) -> str:
+        """Run two ranks of a command to their end, and check that both succeed. Returns what they print."""
         ranks = self.start_ranks(command)
         outputs = [rank.communicate(300.0)[0] for rank in ranks]
         assert [rank.wait() for rank in ranks] == [0] * WORLD_SIZE, outputs
+        return "".join(outputs)
 
     def close(self) -> None:
         """End all commands."""

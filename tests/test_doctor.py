@@ -3,11 +3,13 @@
 import json
 import socket
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from depthlm.config import compose, compose_anywhere
 from depthlm.doctor import command, run
 from depthlm.doctor.command import OK, PROBLEM, WARNING, Item, doctor, examine, run_check
 from depthlm.machine import environment
@@ -64,6 +66,39 @@ def test_an_invalid_configuration_is_a_problem() -> None:
     assert "size=hug: no such size" in item.value
     item = by_name(["device=cpu", "data=local", "data.source=/nowhere"])["configuration"]
     assert "data.source=/nowhere: no such folder or file" in item.value
+
+
+def test_the_checks_of_a_run_that_starts_are_made(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+    items = by_name(small_run())
+    assert items["run directory"].value == f"{tmp_path}/run: the run starts from scratch"
+    assert items["data of run"].value == "local: the run prepares local when it starts"
+    assert " GiB estimated, " in items["memory of run"].value
+    assert {items[name].state for name in ("run directory", "data of run", "memory of run")} == {OK}
+
+
+def test_what_a_run_refuses_when_it_starts_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "available_memory", lambda device, local_ranks: 2**20)
+    (tmp_path / "config.yaml").write_text("somebody: else\n")
+    overrides = ["device=cpu", "size=micro", "data=c4", f"data.path={tmp_path}/tokens", f"output_dir={tmp_path}"]
+    items = by_name(overrides)
+    assert [item.name for item in items.values() if item.state == PROBLEM] == [
+        "run directory", "memory of run", "data of run",
+    ]  # fmt: skip
+    assert "this is no run directory" in items["run directory"].value
+    assert items["memory of run"].value.startswith("the run does not fit in memory: ")
+    assert "memory=ignore starts the run anyway" in items["memory of run"].remedy
+    assert items["data of run"].value == "not prepared: c4: data=c4"
+    assert f"data/prepare.py data=c4 data.path={tmp_path}/tokens" in items["data of run"].remedy
+    assert doctor(overrides, None, as_json=False) == 1
+    assert "A run would not start here: problems: 3" in capsys.readouterr().out
+
+
+def test_a_run_that_may_not_fit_in_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = run.run_memory(compose(["device=cpu", "size=micro"])).value.partition(" GiB")[0]
+    monkeypatch.setattr(run, "available_memory", lambda device, local_ranks: round(1.1 * float(needed) * 2**30))
+    assert run.run_memory(compose(["device=cpu", "size=micro"])).state == WARNING
 
 
 def test_a_failing_import_of_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,10 +166,11 @@ def test_wandb_with_a_key_and_no_network_is_a_warning(monkeypatch: pytest.Monkey
 
 
 def test_contradicting_launcher_variables_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose_anywhere()
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr("depthlm.distributed.launchers._launched", ({}, None))
-    (item,) = run.ranks()
+    (item,) = run.ranks(config)
     assert (item.state, "WORLD_SIZE is not set" in item.remedy) == (PROBLEM, True)
 
 

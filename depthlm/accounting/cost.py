@@ -12,7 +12,11 @@ from depthlm.model.decoder import Decoder
 from depthlm.model.experts import Mixture
 from depthlm.model.layers import Embedding, Head, Norm
 from depthlm.model.parameters import OwnedParameter, owned_parameters
+from depthlm.runs.progress import hours_text
 
+# what GPU hours assume that are not measured: the dense bf16 FLOP/s of an H100 SXM, and the share of them that is used
+ASSUMED_FLOPS, ASSUMED_MFU = 989e12, 0.4
+ASSUMPTION = f"on H100 GPUs at {ASSUMED_MFU:.0%} of their {ASSUMED_FLOPS / 1e12:.0f} TFLOP/s, which is assumed"
 PARTS = ("embedding", "attention", "mlp", "norms", "head", "connection")
 
 
@@ -77,6 +81,22 @@ def flops_per_token(model: Decoder, sequence_length: float, causal: bool = True)
 def linear_flops(module: nn.Module) -> float:
     """Return the FLOPs per token of the linear layers in a module: two per weight."""
     return sum(2.0 * m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
+
+
+def gpu_hours(flops: float) -> float:
+    """Return the GPU hours of training FLOPs under the ASSUMPTION."""
+    return flops / (ASSUMED_FLOPS * ASSUMED_MFU) / 3600
+
+
+def cost_rows(hours: float, source: str, price: float | None) -> dict[str, str]:
+    """Return the rows of a table on the GPU hours of a run, and their cost where the price of an hour is given.
+
+    source: where the hours are from. price: in US dollars.
+    """
+    rows = {"GPU hours": f"{hours_text(hours)} {source}"}
+    if price is not None:
+        rows["cost"] = f"${hours * price:,.2f} at ${price:,.2f} per GPU hour"
+    return rows
 
 
 def _part(owned: OwnedParameter) -> str:

@@ -19,12 +19,12 @@ from rich.table import Column, Table
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from depthlm.accounting.cost import count_parameters, flops_per_token, linear_flops
+from depthlm.accounting.cost import ASSUMPTION, cost_rows, count_parameters, flops_per_token, gpu_hours, linear_flops
 from depthlm.accounting.memory import MemoryEstimator, UntracedError, largest
 from depthlm.build import build_model
 from depthlm.config import Config, ConfigError, compose_anywhere, mechanisms, run_steps
 from depthlm.console import stderr_console, stdout_console
-from depthlm.counts import gib_text
+from depthlm.counts import duration_text, gib_text
 from depthlm.errors import UserError
 from depthlm.mechanisms.residual import Residual
 from depthlm.model import Decoder
@@ -80,6 +80,10 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
     if summary["steps"] is not None:
         table.add_row("run", f"{summary['steps']:,} steps, {summary['tokens']:,} tokens")
         table.add_row("run, FLOPs", f"{summary['flops_per_token'] * summary['tokens']:.4g}")
+        hours = summary["gpu_hours"]
+        source = f"({duration_text(3600 * hours / gpus)} on {gpus}) {ASSUMPTION}"
+        for name, text in cost_rows(hours, source, config.price).items():
+            table.add_row(f"run, {name}", text)
     console.print(table)
     setting = (
         f"{gpus} GPUs, {summary['precision']}, micro-batch {summary['micro_batch_size']} x {summary['sequence_length']}"
@@ -163,6 +167,7 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
         "sequence_length": training.sequence_length,
         "steps": steps,
         "tokens": steps and steps * training.batch_size * training.sequence_length,
+        "gpu_hours": steps and gpu_hours(flops.training * steps * training.batch_size * training.sequence_length),
         "gpus": gpus,
         "precision": config.precision.name,
         "micro_batch_size": micro_batch_size,

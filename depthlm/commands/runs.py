@@ -11,17 +11,21 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from depthlm.console import stdout_console
-from depthlm.counts import bytes_text, count_text
+from depthlm.counts import bytes_text, count_text, duration_text
 from depthlm.errors import UserError
 from depthlm.runs.listing import RunListing, list_runs, read_filters, value_text
+from depthlm.runs.progress import RunProgress, failure_text, progress_table
 from depthlm.runs.removal import Removal, plan_removal, remove
 from depthlm.streams import printable
 from depthlm.sweeps.points import STYLES
 
-COLUMNS = {"directory", "state", "model", "size", "tokens", "loss", "validation_loss", "age"}
+COLUMNS = {
+    *("directory", "state", "model", "size", "tokens", "loss", "validation_loss", "age", "failure"),
+    *RunProgress.__dataclass_fields__,
+}
 REPORT = "outputs/report"
 DESCRIPTION = """\
-List run directories: state, model, size, tokens, losses, age. A run must match every filter:
+List run directories: state, model, size, losses, progress, age. A run must match every filter:
 
   mhc, failed, tiny           a state, model or size, or a part of the directory below --root
   'outputs/sweep/*'           a pattern for one of these
@@ -63,24 +67,27 @@ def main(arguments: list[str], program: str) -> None:
 def show_runs(runs: Sequence[RunListing], root: Path, keys: Sequence[str] = ()) -> None:
     """Print the runs as a table. keys: additional values to show, by which the user has filtered or sorted."""
     extra = [key for key in dict.fromkeys(keys) if key not in COLUMNS]
-    columns = "run", "state", "model", "size", "tokens", "loss", "validation", *map(escape, extra), "age"
-    table = Table(*columns, box=box.SIMPLE)
+    rows = []
     for run in runs:
-        values = [run.values.get(key) for key in extra]
-        shown = [f"{value:.6g}" if isinstance(value, float) else value_text(value) for value in values]
-        table.add_row(
-            escape(run.directory),
-            f"[{STYLES[run.state]}]{run.state}[/]",
-            escape(run.model),
-            escape(run.size),
-            "" if run.tokens is None else count_text(run.tokens),
-            "" if run.loss is None else f"{run.loss:.4f}",
-            "" if run.validation_loss is None else f"{run.validation_loss:.4f}",
-            *map(escape, ("" if value is None else text for value, text in zip(values, shown, strict=True))),
-            age_text(run.age),
+        values = {key: run.values.get(key) for key in extra}
+        shown = {key: f"{v:.6g}" if isinstance(v, float) else value_text(v) for key, v in values.items()}
+        rows.append(
+            {
+                "run": escape(run.directory),
+                "state": f"[{STYLES[run.state]}]{run.state}[/]",
+                "model": escape(run.model),
+                "size": escape(run.size),
+                **run.progress.texts(),
+                "tokens": "" if run.tokens is None else count_text(run.tokens),
+                "loss": "" if run.loss is None else f"{run.loss:.4f}",
+                "validation": "" if run.validation_loss is None else f"{run.validation_loss:.4f}",
+                **{escape(key): "" if values[key] is None else escape(text) for key, text in shown.items()},
+                "age": duration_text(run.age),
+                "reason": escape(failure_text(run.failure)),
+            }
         )
     console = stdout_console()
-    console.print(table)
+    console.print(progress_table(rows))
     console.print(f"{len(runs)} run{'' if len(runs) == 1 else 's'} below {escape(str(root))}")
 
 
@@ -105,14 +112,6 @@ def remove_runs(root: Path, runs: Sequence[RunListing], *, only_checkpoints: boo
         print(f"Removed {len(freed)} of {len(removable)}: {bytes_text(sum(removal.size for removal in freed))} freed.")
     if errors:
         raise UserError("\n".join(errors))
-
-
-def age_text(seconds: float) -> str:
-    """Return an age as text: 90 gives `1 min`, 10 000 gives `2 h`, 400 000 gives `4 days`."""
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size or (unit != "days" and seconds >= size):
-            return f"{seconds // size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def _parser(program: str) -> argparse.ArgumentParser:

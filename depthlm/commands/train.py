@@ -182,7 +182,7 @@ def train_point(raw: DictConfig) -> float | None:
         config = resolve_and_check(raw, overrides)
         code = train(config)
     except UserError as error:
-        print(printable(f"train.py: {error}"), file=sys.stderr)
+        _print_once(printable(f"train.py: {error}"))
         return math.inf
     except Exception:
         traceback.print_exc()
@@ -190,6 +190,15 @@ def train_point(raw: DictConfig) -> float | None:
     if code == STOPPED:
         sys.exit(STOPPED)
     return math.inf if code == FAILED else read_run(config.output_dir or "").number("validation_loss")
+
+
+_printed: set[str] = set()
+
+
+def _print_once(message: str) -> None:
+    """Print the error of a point of a sweep; only its first line if an earlier point had the same error."""
+    print(f"{message.splitlines()[0][:100]} ... as above" if message in _printed else message, file=sys.stderr)
+    _printed.add(message)
 
 
 def _experiment_errors(line: CommandLine) -> list[str]:

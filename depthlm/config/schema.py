@@ -50,7 +50,7 @@ class Schedule:
 class Training:
     """The training loop: length, batch, checkpoints, validation and logging."""
 
-    max_steps: int | None = key(
+    max_steps: Count | None = key(
         None, "length of the run in steps; give one of max_steps, max_tokens and max_epochs", minimum=1
     )
     max_tokens: Count | None = key(
@@ -83,7 +83,7 @@ class Training:
     )
     num_threads: int | None = key(
         None,
-        "CPU threads per rank; null: the available cores, divided by the ranks of the node",
+        "CPU threads per rank; null: OMP_NUM_THREADS, or the available cores, divided by the ranks of the node",
         minimum=1,
         on_resume="free",
     )
@@ -265,7 +265,7 @@ class Budget:
         "maximum training FLOPs of a run, or of an experiment's largest point, at 6 N per token; reduces the tokens",
         above=0,
     )
-    max_steps: int | None = key(None, "maximum number of steps of a run", minimum=1)
+    max_steps: Count | None = key(None, "maximum number of steps of a run", minimum=1)
     batch_tokens: Count | None = key(None, "maximum number of tokens per batch", minimum=1)
     micro_batch_tokens: Count | None = key(
         None, "maximum number of tokens per forward pass; null: the whole share of a rank", minimum=1
@@ -335,6 +335,12 @@ class Config:
     )
     dry_run: bool = key(
         False, "check, print the derived values, run one full-size step (twice, to time it), and stop", on_resume="free"
+    )
+    price: float | None = key(
+        None,
+        "price of a GPU hour in US dollars; summary and dry_run print the cost of the run",
+        above=0,
+        on_resume="free",
     )
     model: Model = section(Model, protocol=False)
     backbone: Backbone = section(Backbone)

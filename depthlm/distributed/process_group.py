@@ -42,7 +42,8 @@ def start_distributed(
         torch.cuda.set_device(device)
     # DeepSpeed reads these variables even if the group exists, and imports mpi4py if they are missing
     set_deepspeed_variables(ranks, device.index or 0)
-    log.info("%s", describe_launch(ranks, f"{device} of {socket.gethostname()}"))
+    for line in describe_launch(ranks, f"{device} of {socket.gethostname()}").split("; "):
+        log.info("%s", line)
     if not torch.distributed.is_initialized():
         global _store
         # a single rank opens no port, so any number of runs can start on one machine at once

@@ -6,6 +6,7 @@ This module checks Python, packages and compilers; `doctor/run.py` checks the re
 import importlib
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import shutil
@@ -68,6 +69,8 @@ def examine(overrides: Sequence[str], config_dir: str | None) -> Iterator[Item]:
     yield imported
     if imported.state == PROBLEM:
         return
+    # the items say what the checks of a run would log as warnings
+    logging.getLogger("depthlm").setLevel(logging.ERROR)
     # this module imports torch
     from depthlm.doctor.run import checks
 

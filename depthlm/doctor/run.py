@@ -7,16 +7,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from depthlm.config import Config, ConfigError, compose, compose_anywhere
+from depthlm.config import Config, ConfigError, compose, compose_anywhere, prepare_command
 from depthlm.counts import gib_text
+from depthlm.data import DataError, Manifest, check_prepared, token_folders
 from depthlm.distributed import launchers
 from depthlm.doctor.command import OK, PROBLEM, WARNING, Item, c_compiler, cpp_compiler
 from depthlm.errors import UserError
 from depthlm.machine import environment
 from depthlm.machine.environment import probe
-from depthlm.machine.memory import cgroup_limits
+from depthlm.machine.memory import available_memory, cgroup_limits
 from depthlm.ops.backend import missing
+from depthlm.run_directory import RunDirectory
+from depthlm.runs.directory import check_run_directory
 from depthlm.runs.weights_and_biases import has_key
+from depthlm.training.memory_check import WARNING_SHARE, check_memory
 
 # seconds to wait for a connection to W&B's server
 CONNECTION_TIMEOUT = 3.0
@@ -44,10 +48,25 @@ def checks(overrides: Sequence[str], config_dir: str | None) -> dict[str, Callab
         "disk, run": partial(disk, "disk, run", Path(config.output_dir or "outputs")),
         "disk, tokens": partial(disk, "disk, tokens", Path(config.data.path or "data/tokens")),
         "W&B": partial(wandb, config),
-        "ranks": ranks,
+        "ranks": partial(ranks, config),
         "precision": partial(precision, device_type),
         "kernels": partial(kernels, device_type),
         "configuration": partial(configuration, overrides, config_dir, errors),
+        **start_checks(overrides, config_dir),
+    }
+
+
+def start_checks(overrides: Sequence[str], config_dir: str | None) -> dict[str, Callable[[], Item | Iterable[Item]]]:
+    """Return the checks that a run makes when it starts; none for a configuration that train.py does not accept."""
+    try:
+        config = compose(overrides, config_dir)
+    except ConfigError:
+        # the items "configuration" and "device" say why
+        return {}
+    return {
+        "run directory": partial(run_directory, config),
+        "memory of run": partial(run_memory, config),
+        "data of run": partial(run_data, config),
     }
 
 
@@ -145,7 +164,7 @@ def wandb(config: Config) -> Item:
     return Item("W&B", f"online: a key is set, and {host} answers")
 
 
-def ranks() -> Iterator[Item]:
+def ranks(config: Config) -> Iterator[Item]:
     """Report the launcher of this process, and the CPU cores and threads of each rank."""
     try:
         process_ranks = launchers.ranks()
@@ -153,8 +172,9 @@ def ranks() -> Iterator[Item]:
         yield Item("ranks", "the launcher's variables contradict each other", PROBLEM, str(error))
         return
     yield Item("ranks", launchers.describe_launch(process_ranks, "this machine"))
-    cores, threads = environment.cores(), environment.threads(process_ranks.launcher, process_ranks.local_world_size)
-    yield Item("cores", f"{cores} of {os.cpu_count()} for this process, {threads} threads per rank")
+    launcher, local_ranks = process_ranks.launcher, process_ranks.local_world_size
+    threads = environment.threads(config.training.num_threads, launcher, local_ranks)
+    yield Item("cores", f"{environment.cores()} of {os.cpu_count()} for this process, {threads}")
 
 
 def precision(device_type: str) -> Item:
@@ -182,6 +202,50 @@ def configuration(overrides: Sequence[str], config_dir: str | None, errors: list
     if errors:
         return Item("configuration", "; ".join(errors), PROBLEM, "python train.py --help lists every key")
     return Item("configuration", f"{shown}: no errors")
+
+
+def run_directory(config: Config) -> Item:
+    """Check whether this configuration may start, or resume, in its run directory."""
+    directory = config.output_dir or ""
+    try:
+        summary = check_run_directory(config)
+    except UserError as error:
+        return Item("run directory", str(error), PROBLEM, "give another output_dir=")
+    if summary is not None:
+        return Item("run directory", f"{directory}: this run is complete")
+    resumes = bool(RunDirectory.of(directory).checkpoint_folders())
+    return Item("run directory", f"{directory}: the run {'resumes' if resumes else 'starts from scratch'}")
+
+
+def run_memory(config: Config) -> Item:
+    """Check whether the run fits in the memory of a rank."""
+    import torch
+
+    process_ranks = launchers.ranks()
+    device = torch.device(environment.device_type(config.device))
+    available = available_memory(device, process_ranks.local_world_size)
+    try:
+        estimate = check_memory(config, process_ranks, device, available)
+    except UserError as error:
+        what, _, remedy = str(error).partition("\n")
+        return Item("memory of run", what, PROBLEM, remedy)
+    if estimate is None:
+        return Item("memory of run", "not checked: the decoder or the optimizer cannot be traced", WARNING)
+    value = f"{gib_text(estimate.total)} estimated, {gib_text(available)} for each rank"
+    if estimate.total > WARNING_SHARE * available:
+        return Item("memory of run", value, WARNING, "a smaller training.micro_batch_size= takes less")
+    return Item("memory of run", value)
+
+
+def run_data(config: Config) -> Item:
+    """Check whether the data is prepared, or small enough for training to prepare it."""
+    try:
+        check_prepared(config.data, partial(prepare_command, config))
+    except DataError as error:
+        return Item("data of run", f"{error.what}: {error.where}", PROBLEM, error.remedy)
+    missing = [name for name, folder in token_folders(config.data).items() if not Manifest.exists(folder)]
+    state = f"the run prepares {', '.join(missing)} when it starts" if missing else "prepared"
+    return Item("data of run", f"{config.data.name}: {state}")
 
 
 def memory_limits() -> tuple[int, int, int | None]:

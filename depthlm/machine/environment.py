@@ -13,9 +13,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import depthlm
+from depthlm.counts import counted
 from depthlm.errors import UserError
 from depthlm.locations import IS_CHECKOUT, REPOSITORY
 
@@ -87,10 +88,32 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads(launcher: str, ranks_of_node: int) -> int:
-    """Return the CPU threads of a rank: all its cores if srun bound it to some, else its share of the node's."""
-    is_bound = launcher == "srun" and cores() < (os.cpu_count() or 1)
-    return cores() if is_bound else max(1, cores() // ranks_of_node)
+class Threads(NamedTuple):
+    """The CPU threads of a rank, and what sets their number."""
+
+    number: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{counted(self.number, 'CPU thread')} per rank ({self.reason})"
+
+
+def threads(given: int | None, launcher: str, ranks_of_node: int) -> Threads:
+    """Return the CPU threads of a rank. given: training.num_threads.
+
+    Without it, OMP_NUM_THREADS decides, then the cores that srun bound the rank to, then its share of those of the
+    node. torchrun sets OMP_NUM_THREADS to 1 for several ranks, which nobody asked for, so that value does not count.
+    """
+    if given is not None:
+        return Threads(given, "training.num_threads")
+    chosen = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if chosen.isdigit() and int(chosen) > 0 and not (launcher == "torchrun" and ranks_of_node > 1 and chosen == "1"):
+        return Threads(int(chosen), "OMP_NUM_THREADS")
+    if ranks_of_node == 1:
+        return Threads(cores(), "all cores of this process")
+    if launcher == "srun" and cores() < (os.cpu_count() or 1):
+        return Threads(cores(), "the cores that srun bound it to")
+    return Threads(max(1, cores() // ranks_of_node), f"{counted(cores(), 'core')}, {ranks_of_node} ranks on this node")
 
 
 def fast_precision(device: str) -> str:

@@ -148,13 +148,19 @@ def _lock(file: TextIO, directory: Path) -> None:
             )
 
 
-def describe_run(config: Config, ranks: Ranks) -> None:
-    """Write the configuration and environment to the run directory. Raises UserError if that fails."""
+def describe_run(config: Config, ranks: Ranks, steps: int) -> None:
+    """Write the configuration and environment to the run directory. Raises UserError if that fails.
+
+    steps: of the whole run.
+    """
     run = RunDirectory.of(config.output_dir)
     try:
         if run.checkpoint_folders():
-            for name, words in compare(dataclasses.asdict(load_config(run.path)), dataclasses.asdict(config)).items():
+            differences = compare(dataclasses.asdict(load_config(run.path)), dataclasses.asdict(config))
+            for name, words in differences.items():
                 log.info("resuming with a changed setting: %s: %s", name, words)
+            if differences.keys() & {*LENGTHS}:
+                log.info("this run is now %d steps long; its directory keeps the name %s", steps, run.path.name)
         else:
             # it starts from scratch
             run.saved.unlink(missing_ok=True)
@@ -163,7 +169,12 @@ def describe_run(config: Config, ranks: Ranks) -> None:
             os.replace(run.summary, run.earlier_summary(summary["steps"]))
         run.failure.unlink(missing_ok=True)
         replace_text(run.config, signed_config_text(config))
-        launched = {"world_size": ranks.world_size, "launcher": ranks.launcher, "nodes": ranks.nodes}
+        launched = {
+            "world_size": ranks.world_size,
+            "launcher": ranks.launcher,
+            "nodes": ranks.nodes,
+            "steps": steps,
+        }
         described = environment.describe(environment.device_type(config.device)) | launched
         run.environment.write_text(json.dumps(described, indent=1) + "\n")
     except OSError as error:

@@ -17,7 +17,8 @@ from depthlm.config.errors import nearest
 from depthlm.counts import SCALES, parse_count
 from depthlm.errors import UserError
 from depthlm.run_directory import REMOVING, RunDirectory
-from depthlm.runs.records import STATES, RunRecord, finite, read_run, recorded_settings
+from depthlm.runs.progress import RunProgress, progress_of
+from depthlm.runs.records import FAILED, STATES, RunRecord, finite, read_run, recorded_settings
 
 # folders whose config.yaml files do not belong to runs: code snapshots, and the files of W&B
 IGNORED = {".slurm", "wandb"}
@@ -39,6 +40,7 @@ AGE_TEXT = re.compile(rf"(\d+(?:\.\d+)?)\s*([{''.join(SECONDS)}])")
 @dataclass(frozen=True)
 class RunListing:
     """An entry of the list. loss: the last logged training loss. age: seconds since the last write to the directory.
+    failure: the error of the last attempt. The fields from `steps` to `remaining_gpu_hours` are those of RunProgress.
 
     values: all that a filter may compare: the fields above, the settings of config.yaml, the results in summary.json,
     and the newest value of each number in metrics.jsonl. A group stands for its name: `model` for `model.name`.
@@ -53,7 +55,18 @@ class RunListing:
     loss: float | None
     validation_loss: float | None
     age: float
+    steps: int | None
+    tokens_per_second: float | None
+    remaining_seconds: float | None
+    gpu_hours: float | None
+    remaining_gpu_hours: float | None
+    failure: str | None
     values: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def progress(self) -> RunProgress:
+        """The progress of the run."""
+        return RunProgress(**{name: getattr(self, name) for name in RunProgress.__dataclass_fields__})
 
     def fields(self) -> dict[str, Any]:
         """Return the fields without `values`, by name."""
@@ -217,11 +230,12 @@ def _list_run(folder: Path) -> RunListing:
         state=run.state,
         model=str(names.get("model", "?")),
         size=str(names.get("size", "?")),
-        step=run.step,
         tokens=None if tokens is None else int(tokens),
         loss=run.loss,
         validation_loss=run.number("validation_loss"),
         age=max(0.0, time.time() - newest),
+        failure=run.failure if run.state == FAILED else None,
+        **asdict(progress_of(run)),
     )
     present = {key: value for key, value in listing.fields().items() if value is not None and value != "?"}
     return RunListing(**listing.fields(), values=_numbers(run) | settings | names | present)

@@ -141,7 +141,7 @@ def start_trackers(
     """
     run, services = RunDirectory(directory), []
     if config.wandb and os.environ.get("WANDB_MODE") != "disabled":
-        start = partial(weights_and_biases.start, config, directory, settings, wandb_id)
+        start = partial(weights_and_biases.start, config, directory, settings, wandb_id, resumed_at)
         services.append(start_service("W&B", start, weights_and_biases.give_up))
     if config.tensorboard:
         start_writer = partial(TensorBoard, run.tensorboard, settings, resumed_at)
@@ -245,7 +245,7 @@ class Trackio:
         where = (
             f"in the Space {config.space}" if config.space else f"`trackio show --project {config.project}` shows it"
         )
-        log.info("Trackio run %s: %s", name, where)
+        log.info("Trackio: %s", where)
 
     def log(self, row: dict[str, Any]) -> None:
         """Log a row at its step."""

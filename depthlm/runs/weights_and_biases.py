@@ -3,6 +3,7 @@
 import logging
 import netrc
 import os
+import shutil
 import threading
 import urllib.parse
 from contextlib import suppress
@@ -12,6 +13,7 @@ from typing import Any
 from depthlm.config.schema import Tracker as TrackerConfig
 from depthlm.run_directory import RunDirectory, is_checkpoint, step_of
 from depthlm.runs.checkpoints import WEIGHTS
+from depthlm.runs.records import read_metrics
 
 log = logging.getLogger("depthlm")
 
@@ -20,12 +22,17 @@ ANSWER, UPLOAD = 20, 3000.0
 
 
 class WeightsAndBiases:
-    """A W&B run. artifacts: which weights are uploaded, as in the configuration."""
+    """A W&B run.
+
+    artifacts: which weights are uploaded, as in the configuration. repeat_to: the step up to which the rows of earlier
+    processes are recorded again, from metrics.jsonl, so that the folder of this process replaces theirs; 0: none.
+    """
 
     name = "W&B"
 
-    def __init__(self, run: Any, directory: Path, artifacts: str) -> None:
+    def __init__(self, run: Any, directory: Path, artifacts: str, repeat_to: int = 0) -> None:
         self.run, self.directory, self.artifacts = run, RunDirectory(directory), artifacts
+        self.repeat_to = repeat_to
         self.id: str | None = run.id
         self.upload_seconds = 0.0 if artifacts == "none" else UPLOAD
         self.advice = f"metrics.jsonl is still written, and `wandb sync` uploads what is in {self.directory.wandb}"
@@ -33,7 +40,8 @@ class WeightsAndBiases:
 
     def log(self, row: dict[str, Any]) -> None:
         """Log a row at its step, and upload a checkpoint written since the last row, if all are uploaded."""
-        self.run.log({name: row[name] for name in row if name != "step"}, step=row["step"])
+        self._repeat()
+        self._record(row)
         if self.artifacts == "all" and (newest := self._newest()) is not None and newest != self.uploaded:
             self._upload(newest)
 
@@ -43,12 +51,27 @@ class WeightsAndBiases:
 
     def finish(self, summary: dict[str, Any] | None) -> None:
         """Record the summary, upload the weights and the loss curve of a complete run, and finish."""
+        self._repeat()
         self.run.summary.update(summary or {})
         newest = self._newest()
         if summary is not None and self.artifacts != "none" and newest is not None:
             log.info("uploading the weights of %s to W&B", newest.name)
             self._upload(newest, "final")
         self.run.finish()
+
+    def _record(self, row: dict[str, Any]) -> None:
+        self.run.log({name: row[name] for name in row if name != "step"}, step=row["step"])
+
+    def _repeat(self) -> None:
+        last, self.repeat_to = self.repeat_to, 0
+        if last == 0:
+            return
+        for row in read_metrics(self.directory.metrics):
+            if row["step"] <= last:
+                self._record(row)
+        for folder in offline_folders(self.directory, self.run.id):
+            if folder != Path(self.run.dir).parent:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _newest(self) -> Path | None:
         folders = (folder for folder in self.directory.checkpoint_folders() if is_checkpoint(folder))
@@ -71,9 +94,13 @@ class WeightsAndBiases:
 
 
 def start(
-    config: TrackerConfig, directory: Path, settings: dict[str, Any], run_id: str | None
+    config: TrackerConfig, directory: Path, settings: dict[str, Any], run_id: str | None, resumed_at: int | None
 ) -> WeightsAndBiases | None:
-    """Start or continue the W&B run of a directory; None, after a warning, if it starts neither online nor offline."""
+    """Start or continue the W&B run of a directory; None, after a warning, if it starts neither online nor offline.
+
+    resumed_at: the step after which this process trains; None: it does not train. A run that was always offline
+    continues in one folder.
+    """
     run = init(
         config,
         entity=config.entity,
@@ -84,7 +111,23 @@ def start(
         dir=directory,
         config=settings,
     )
-    return None if run is None else WeightsAndBiases(run, directory, config.artifacts)
+    if run is None:
+        return None
+    paths = RunDirectory(directory)
+    # checkpoints that were recorded to be uploaded are in the folders, and may have been removed since
+    repeats = bool(resumed_at) and config.artifacts != "all" and run.offline and not was_uploaded(paths, run.id)
+    return WeightsAndBiases(run, directory, config.artifacts, resumed_at or 0 if repeats else 0)
+
+
+def offline_folders(directory: RunDirectory, run_id: str) -> list[Path]:
+    """Return the folders that the processes of a run have written offline."""
+    return sorted(directory.wandb.absolute().glob(f"offline-run-*-{run_id}"))
+
+
+def was_uploaded(directory: RunDirectory, run_id: str) -> bool:
+    """Return whether the server has rows of this run: a process was online, or `wandb sync` has uploaded a folder."""
+    online = any(directory.wandb.glob(f"run-*-{run_id}"))
+    return online or any(any(folder.glob("*.synced")) for folder in offline_folders(directory, run_id))
 
 
 def init(tracker: TrackerConfig, *, dir: Path, **arguments: Any) -> Any:
@@ -110,7 +153,7 @@ def init(tracker: TrackerConfig, *, dir: Path, **arguments: Any) -> Any:
             for handler in logging.getLogger("wandb").handlers:
                 # on a full disk, W&B's own log would print a traceback for each line
                 handler.handleError = lambda record: None  # type: ignore[method-assign]
-            where = run.url if mode == "online" else f"offline in {dir / 'wandb'}; `wandb sync` uploads it"
+            where = run.url if mode == "online" else "offline in the folder wandb/; `wandb sync` uploads it"
             log.info("W&B run %s: %s", run.id, where)
             return run
         except Exception as error:

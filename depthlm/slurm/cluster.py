@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from depthlm.config.arguments import read_arguments
+from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError
 from depthlm.fields import key
 from depthlm.runs.records import COMPLETE, RUNNING, WAITING, read_run
@@ -35,6 +36,15 @@ ENDED = {
     "TIMEOUT",
 }
 NOT_BEGUN = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
+# why a job is pending (https://slurm.schedmd.com/job_reason_codes.html): what it asks for is not allowed, so that no
+# wait helps. Limits of an account, a QOS or a user over all their jobs are not among them: other jobs may end
+PERMANENT = re.compile(
+    r"(Assoc|QOS)Max\w*Per(Job|Node)\w*|QOSMin\w+|QOSNotAllowed|QOSTimeLimit|Partition(Config|NodeLimit|TimeLimit)|"
+    r"MaxMemPerLimit|BadConstraints|AccountNotAllowed|Invalid(Account|QOS)|Reservation(Deleted|Invalid)|DeadLine|"
+    r"DependencyNeverSatisfied"
+)
+# limits on the number of running jobs
+RUNNING_JOBS = re.compile(r"(Assoc|QOS)(Max|Grp)Jobs\w*")
 
 
 @dataclass
@@ -50,14 +60,37 @@ class Cluster:
     tasks_per_node: int | None = key(None, "ranks per node without GPUs; null: 1", minimum=1)
     cpus_per_task: int = key(8, "CPU cores per rank", minimum=1)
     mem: str | None = key(None, "memory per node, such as 500G")
+    gpu_memory: float | None = key(
+        None, "GB of memory of each GPU; a point that needs more is not submitted; null: not checked", above=0
+    )
     throttle: int | None = key(None, "maximum number of concurrent points; null: the limit of the cluster", minimum=1)
     signal_seconds: int = key(120, "seconds before the time limit at which a job saves", minimum=1)
     setup: str = key("", "shell commands run in the job before training, such as `module load cuda/13.0`")
     extra: list[str] = key([], "additional options of sbatch, separated by commas: --exclude=n3,--constraint=h100")
 
+    @property
+    def tasks(self) -> int:
+        """The ranks of a node."""
+        return self.tasks_per_node or max(1, self.gpus_per_node)
+
+    def ranks(self) -> Ranks:
+        """Return rank 0 of a job."""
+        return Ranks(0, 0, self.nodes * self.tasks, self.tasks, "srun", self.nodes)
+
+    def memory_per_rank(self) -> int | None:
+        """Return the bytes of a rank: those of a GPU, or its share of the memory of a node; None if not known."""
+        if self.gpus_per_node:
+            return None if self.gpu_memory is None else round(self.gpu_memory * 1e9)
+        size = re.fullmatch(r"(\d+)([KMGT]?)B?", self.mem or "", re.IGNORECASE)
+        if size is None or size[1] == "0":
+            # a node's whole memory
+            return None
+        # without a unit, sbatch takes MiB
+        return int(size[1]) * 2 ** (10 * (1 + "KMGT".index(size[2].upper() or "M"))) // self.tasks
+
     def options(self) -> list[str]:
         """Return the options of sbatch."""
-        tasks = self.tasks_per_node or max(1, self.gpus_per_node)
+        tasks = self.tasks
         values = {name: getattr(self, name) for name in ("partition", "account", "qos", "time", "mem", "nodes")}
         values |= {
             "ntasks-per-node": tasks,
@@ -84,35 +117,67 @@ def read_cluster(overrides: list[str]) -> Cluster:
     return cluster
 
 
+class QueuedJob(NamedTuple):
+    """The job of a run directory: its state as that of a run, and why it waits, if it does."""
+
+    state: str
+    note: str
+
+
+class _Array(NamedTuple):
+    """A job array: the folder of its submission, and the run directory of each index."""
+
+    snapshot: Path
+    directories: list[str]
+
+
 def record_array(snapshot: Path, job: str, directories: list[str]) -> None:
     """Record that a job array trains these run directories, one per index."""
     with (snapshot / JOBS).open("a") as file:
         file.write(json.dumps({"job": job, "directories": directories}) + "\n")
 
 
-def submitted_directories(folders: Iterable[Path]) -> set[str]:
-    """Return all run directories for which a job was ever submitted."""
-    return {directory for directories in _arrays(folders).values() for directory in directories}
+def job_logs(folders: Iterable[Path]) -> dict[str, Path]:
+    """Return the log of the last job that was submitted for each run directory."""
+    return {
+        directory: array.snapshot / f"log-{job}_{index}.txt"
+        for job, array in _arrays(folders).items()
+        for index, directory in enumerate(array.directories)
+    }
 
 
-def queued_points(folders: Iterable[Path]) -> dict[str, str]:
-    """Return the state of each run directory that has a job. Raises UserError if SLURM does not answer."""
+def queued_points(folders: Iterable[Path]) -> dict[str, QueuedJob]:
+    """Return the job of each run directory that has one. Raises UserError if SLURM does not answer."""
     arrays = _arrays(folders)
     if not arrays:
         return {}
-    queue = _run("squeue", "--noheader", "--array", "--format=%F %K %T")
+    queue = _run("squeue", "--noheader", "--array", "--format=%F %K %T %r")
     if queue is None:
         raise UserError("squeue does not answer, so it is unknown which points have a job")
-    states = {}
+    jobs = {}
     for line in queue.splitlines():
         # squeue may print other lines too, such as warnings of plugins
-        if (entry := re.fullmatch(r"(\d+) (\d+) ([A-Z_]+)", line.strip())) is None:
+        if (entry := re.fullmatch(r"(\d+) (\d+) ([A-Z_]+)(?: (.*))?", line.strip())) is None:
             continue
-        job, index, state = entry.groups()
-        directory = dict(enumerate(arrays.get(job, []))).get(int(index))
+        job, index, state, reason = entry.groups()
+        directories = arrays[job].directories if job in arrays else []
+        directory = dict(enumerate(directories)).get(int(index))
         if directory is not None and state not in ENDED and read_run(directory).state != COMPLETE:
-            states[directory] = WAITING if state in NOT_BEGUN else RUNNING
-    return states
+            waits = state in NOT_BEGUN
+            jobs[directory] = QueuedJob(WAITING, waiting_text(reason or "")) if waits else QueuedJob(RUNNING, "")
+    return jobs
+
+
+def waiting_text(reason: str) -> str:
+    """Describe why a job is pending, and whether it can ever start; empty if SLURM gives no reason."""
+    name = reason.partition(",")[0].strip()
+    if name in ("", "None", "(null)"):
+        return ""
+    if PERMANENT.fullmatch(name):
+        return f"can never start: {name}"
+    if RUNNING_JOBS.fullmatch(name):
+        return f"waits: {name} (until other jobs end; can never start if the limit is 0)"
+    return f"waits: {reason}"
 
 
 def max_array_size() -> int:
@@ -147,14 +212,16 @@ def _text(name: str, value: Any, file: Path) -> str:
     return "null" if text in ("", "~") and name not in ("setup", "extra") else text
 
 
-def _arrays(folders: Iterable[Path]) -> dict[str, list[str]]:
+def _arrays(folders: Iterable[Path]) -> dict[str, _Array]:
+    """Return the arrays that were submitted from these folders by the ids of their jobs, in order."""
     arrays = {}
-    for folder in set(folders):
-        for file in folder.glob(f"*/{JOBS}"):
+    for folder in sorted(set(folders)):
+        for file in sorted(folder.glob(f"*/{JOBS}")):
             for number, line in enumerate(file.read_bytes().splitlines(), 1):
                 try:
                     array = json.loads(line)
-                    arrays[str(array["job"])] = [str(directory) for directory in array["directories"]]
+                    directories = [str(directory) for directory in array["directories"]]
+                    arrays[str(array["job"])] = _Array(file.parent, directories)
                 except (ValueError, KeyError, TypeError):
                     print(f"{file}:{number}: not a record of a job; its points count as not submitted", file=sys.stderr)
     return arrays

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import IO
 
 from depthlm.config.arguments import described
 from depthlm.config.compose import compose_anywhere
@@ -29,16 +30,20 @@ from depthlm.runs.records import COMPLETE, FAILED, WAITING, read_run
 from depthlm.slurm.cluster import (
     SETTINGS,
     Cluster,
+    job_logs,
     max_array_size,
     queued_points,
     read_cluster,
     record_array,
-    submitted_directories,
 )
 from depthlm.sweeps import Point, check_points
 from depthlm.sweeps.points import STARTS, print_points
 
 FOLDER = Path(__file__).resolve().parent
+
+
+class RejectedError(UserError):
+    """A job that SLURM did not accept."""
 
 
 def main(arguments: list[str], program: str) -> None:
@@ -71,12 +76,13 @@ def status(overrides: list[str], config_dir: str | None) -> None:
     """Print one line per point."""
     points = check_points(overrides, config_dir, compose_anywhere)
     folders = [sweep_folder(point) for point in points]
-    states = queued_points(folders)
-    for directory in submitted_directories(folders) - states.keys():
-        if read_run(directory).state == WAITING:
-            # the job ended before its run began; the log of the job has the reason
-            states[directory] = FAILED
-    print_points(points, states)
+    jobs = queued_points(folders)
+    states = {directory: job.state for directory, job in jobs.items()}
+    notes = {directory: job.note for directory, job in jobs.items()}
+    for directory, log in job_logs(folders).items():
+        if directory not in jobs and read_run(directory).state == WAITING:
+            states[directory], notes[directory] = FAILED, f"the job ended before its run began; see {log}"
+    print_points(points, states, notes)
 
 
 def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -> None:
@@ -95,6 +101,13 @@ def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -
     print(f"{len(to_train)} points to train{f' ({others} more are complete, or have a job)' if others else ''}")
     if not to_train:
         return
+    # this module imports torch
+    from depthlm.slurm.start import check_start
+
+    check_start(to_train.values(), cluster)
+    if cluster.memory_per_rank() is None:
+        known_by = "gpu_memory=<GB>" if cluster.gpus_per_node else "mem=<memory per node>"
+        print(f"memory is not checked; slurm.{known_by} checks that each point fits")
     waves = group_into_waves(to_train)
     snapshot = next_snapshot(folder)
     lines = [point_command(to_train[directory]) for wave in waves for directory in wave]
@@ -104,14 +117,19 @@ def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -
         take_snapshot(snapshot, lines)
     previous_jobs: list[str] = []
     offset, size = 0, max_array_size()
-    for wave in waves:
-        jobs = []
-        for part in (wave[start : start + size] for start in range(0, len(wave), size)):
-            jobs.append(submit_array(cluster, snapshot, offset, len(part), previous_jobs, dry_run))
-            if not dry_run:
-                record_array(snapshot, jobs[-1], part)
-            offset += len(part)
-        previous_jobs = jobs
+    try:
+        for wave in waves:
+            jobs = []
+            for part in (wave[start : start + size] for start in range(0, len(wave), size)):
+                jobs.append(submit_array(cluster, snapshot, offset, len(part), previous_jobs, dry_run))
+                if not dry_run:
+                    record_array(snapshot, jobs[-1], part)
+                offset += len(part)
+            previous_jobs = jobs
+    except RejectedError:
+        if offset == 0:
+            shutil.rmtree(snapshot, ignore_errors=True)
+        raise
     if dry_run:
         print("\n# sweep.sbatch\n" + (FOLDER / "sweep.sbatch").read_text())
         print("# train.sbatch\n" + (FOLDER / "train.sbatch").read_text())
@@ -164,9 +182,9 @@ def submit_array(cluster: Cluster, snapshot: Path, offset: int, size: int, after
     try:
         done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, errors="replace")
     except FileNotFoundError:
-        raise UserError("sbatch: no such command; submit on a machine of the cluster") from None
+        raise RejectedError("sbatch: no such command; submit on a machine of the cluster") from None
     if done.returncode:
-        raise UserError(f"sbatch: {done.stderr.strip()}")
+        raise RejectedError(f"sbatch: {done.stderr.strip()}")
     # the job's id, followed by the name of the cluster if there are several; some clusters print a banner as well
     ids = re.findall(r"^(\d+)(?:;.*)?$", done.stdout, flags=re.MULTILINE)
     if len(ids) != 1:
@@ -211,17 +229,41 @@ def take_snapshot(snapshot: Path, lines: list[str]) -> None:
 
 @contextmanager
 def lock_sweeps(folder: Path) -> Iterator[None]:
-    """Wait until no other process submits a sweep from this folder. Raises UserError if it cannot be created."""
+    """Wait until no other process submits a sweep from this folder. If nothing is submitted, leave no folder.
+
+    Raises UserError if the folder cannot be created.
+    """
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    path = folder / "lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
+        lock = path.open("w")
     except OSError as error:
         raise UserError(f"{folder}: cannot be created ({error})") from None
     with lock:
         # a file system without locks; `take_snapshot` still refuses a folder of another process
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        if not _is_open(lock, path):
+            # the process that held the lock has removed the folder
+            with lock_sweeps(folder):
+                yield
+            return
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                if os.listdir(folder) == [path.name]:
+                    path.unlink()
+                    for empty in created or [folder]:
+                        empty.rmdir()
+
+
+def _is_open(file: IO[str], path: Path) -> bool:
+    """Return whether a path still is the file that is open."""
+    with suppress(OSError):
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    return False
 
 
 def _files() -> list[Path]:

@@ -12,8 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
-from rich import box
-from rich.table import Table
+from rich.markup import escape
 
 from depthlm.config.compose import compose
 from depthlm.config.errors import ConfigError, listed, nearest
@@ -35,6 +34,7 @@ from depthlm.config.resolve import leading
 from depthlm.config.schema import Config
 from depthlm.config.validate.explain import explain_overrides
 from depthlm.console import stdout_console
+from depthlm.runs.progress import failure_text, progress_of, progress_table, total_hours
 from depthlm.runs.records import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, read_run
 
 # overrides that name the run, or folder, that a point starts from
@@ -334,30 +334,36 @@ def parsed_value(text: str) -> Any:
         return text
 
 
-def print_points(points: Sequence[Point], known: Mapping[str, str] | None = None) -> None:
-    """Print one line per point: its state, newest step and losses, and the reason of a failure.
+def print_points(
+    points: Sequence[Point], known: Mapping[str, str] | None = None, notes: Mapping[str, str] | None = None
+) -> None:
+    """Print one line per point: its state, progress and losses, and the reason of a failure.
 
-    known: states of run directories that override what their files say, for example from a scheduler.
+    known: states of run directories that override what their files say, for example from a scheduler. notes: what to
+    add to the lines of run directories, such as why a job waits.
     """
-    console = stdout_console()
     common = set.intersection(*(set(point.overrides) for point in points)) if len(points) > 1 else set()
-    table = Table("", "point", "state", "step", "loss", "validation", "", box=box.SIMPLE)
-    states = []
+    rows, states, progress = [], [], []
     for number, point in enumerate(points):
         run = read_run(point.directory)
         state = (known or {}).get(point.directory, run.state)
         states.append(state)
+        progress.append(progress_of(run))
         name = point.label or " ".join(text for text in point.overrides if text not in common)
         loss, validation = run.loss, run.number("validation_loss")
-        table.add_row(
-            str(number),
-            f"{name} (seed {point.seed})" if point.seed is not None and point.label else name,
-            f"[{STYLES[state]}]{state}[/]" if state in STYLES else state,
-            "" if run.step is None else f"{run.step:,}",
-            "" if loss is None else f"{loss:.4f}",
-            "" if validation is None else f"{validation:.4f}",
-            (run.failure or "").partition("\n")[0][:60] if state == FAILED else "",
+        note = (notes or {}).get(point.directory) or (failure_text(run.failure) if state == FAILED else "")
+        rows.append(
+            {
+                "": str(number),
+                "point": escape(f"{name} (seed {point.seed})" if point.seed is not None and point.label else name),
+                "state": f"[{STYLES[state]}]{state}[/]" if state in STYLES else state,
+                **progress[-1].texts(),
+                "loss": "" if loss is None else f"{loss:.4f}",
+                "validation": "" if validation is None else f"{validation:.4f}",
+                "reason": escape(note),
+            }
         )
-    console.print(table)
+    console = stdout_console()
+    console.print(progress_table(rows))
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    console.print(f"{len(points)} points: {counts}")
+    console.print(f"{len(points)} points: {counts}{total_hours(progress)}")

@@ -41,7 +41,7 @@ def check_memory(config: Config, ranks: Ranks, device: torch.device, available: 
     except UntracedError as error:
         log.warning("memory is not checked: %s", error)
         return None
-    where = "this GPU has" if device.type == "cuda" else "this machine has for each rank"
+    where = "each GPU has" if device.type == "cuda" else "there is for each rank"
     comparison = f"{gib_text(memory.total)} estimated, {gib_text(available)} is what {where}"
     if memory.total > available and config.memory == "check":
         remedies = list(what_fits(estimator, config, ranks, available))

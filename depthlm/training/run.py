@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from depthlm.accounting.cost import ASSUMPTION, cost_rows, gpu_hours
 from depthlm.config import Config
+from depthlm.counts import duration_text
 from depthlm.distributed.launchers import Ranks
 from depthlm.distributed.process_group import on_rank_0
 from depthlm.distributed.signals import stop_on_signal
@@ -30,7 +32,7 @@ from depthlm.runs.directory import (
 from depthlm.training.checkpoint.init_from import check_token_ids
 from depthlm.training.checkpoint.restoring import find_resume_point, restore
 from depthlm.training.checkpoint.saving import NotSavedError, Saver
-from depthlm.training.monitoring.describe import show_summary
+from depthlm.training.monitoring.describe import show_next_commands, show_summary
 from depthlm.training.monitoring.display import log_to, show_table
 from depthlm.training.monitoring.metrics import peak_memory_gib
 from depthlm.training.nonfinite import DivergedError
@@ -97,7 +99,7 @@ def set_up(config: Config, ranks: Ranks, claim: Claim, stack: ExitStack) -> Trai
     # each rank reads the names of the tasks now, so that a later change of their files does not matter
     missing_results(config, {})
     on_rank_0(lambda: check_evaluation(config, setup.corpus.tokenizer, starting=start is None))
-    on_rank_0(lambda: describe_run(config, ranks))
+    on_rank_0(lambda: describe_run(config, ranks, setup.plan.max_steps))
     check_shared(paths.path, ranks.rank, on_rank_0(lambda: mark_directory(claim)))
     if ranks.rank == 0:
         setup.corpus.tokenizer.save(paths.path)
@@ -129,6 +131,8 @@ def show_complete(config: Config, summary: dict[str, Any], rank: int) -> None:
     show_summary("This run is complete", directory, summary, rank)
     if missing := missing_part(directory, summary["steps"]):
         log.warning("its last checkpoint is not: %s; %s", missing, retrain(directory))
+    elif rank == 0:
+        show_next_commands(directory)
 
 
 def dry_run(config: Config) -> None:
@@ -141,7 +145,7 @@ def dry_run(config: Config) -> None:
         on_rank_0(lambda: check_run_directory(config))
         setup = prepare_run(config, ranks, device, activity)
         on_rank_0(lambda: check_token_ids(config, setup.corpus.tokenizer))
-        engine, _ = build(setup, import_initial=True)
+        engine, cost = build(setup, import_initial=True)
         plan, batch = setup.plan, setup.batches[0].to(device)
         seconds = []
         # the second step is timed: the first one allocates optimizer states and compiles
@@ -150,11 +154,16 @@ def dry_run(config: Config) -> None:
             nll = train_step(engine, batch, plan, config.training.z_loss)
             loss = nll.item() / plan.tokens_per_step
             seconds.append(time.perf_counter() - started)
+        if device.type == "cuda":
+            hours, source = seconds[1] * plan.max_steps * plan.world_size / 3600, "at the speed of this step"
+        else:
+            hours, source = gpu_hours(cost.flops_per_token * plan.total_tokens), ASSUMPTION
         rows = {
             "peak memory": f"{peak_memory_gib(device):.2f} GiB",
             "step": f"{seconds[1]:.2f} s ({seconds[0]:.2f} s the first), "
             f"{plan.tokens_per_step / seconds[1]:,.0f} tokens/s",
-            "whole run": f"about {seconds[1] * plan.max_steps / 3600:.2f} hours of steps",
+            "whole run": f"about {duration_text(seconds[1] * plan.max_steps)} of steps",
+            **cost_rows(hours, source, config.price),
             "loss": f"{loss:.4f} after one step",
         }
         show_table("One full-size step", rows, torch.distributed.get_rank())

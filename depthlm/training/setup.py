@@ -80,7 +80,8 @@ class Cost:
 def start_process(config: Config) -> Ranks:
     """Set this process's threads, numerics, GPU allocator and logging, and free an earlier run. Returns the ranks."""
     ranks = launchers.ranks()
-    torch.set_num_threads(config.training.num_threads or environment.threads(ranks.launcher, ranks.local_world_size))
+    threads = environment.threads(config.training.num_threads, ranks.launcher, ranks.local_world_size)
+    torch.set_num_threads(threads.number)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)
@@ -90,6 +91,7 @@ def start_process(config: Config) -> Ranks:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     free_earlier_run()
     start_logging(ranks.rank)
+    logging.getLogger("depthlm").info("%s", threads)
     return ranks
 
 

@@ -22,8 +22,8 @@ from depthlm.runs.records import ValidationLosses, finite
 from depthlm.runs.trackers import Trackers, start_trackers
 from depthlm.training.checkpoint.saving import Saver
 from depthlm.training.engine import Engine
-from depthlm.training.monitoring.describe import summary_of, write_results
-from depthlm.training.monitoring.display import Bar, row_text, validation_text
+from depthlm.training.monitoring.describe import show_next_commands, summary_of, write_results
+from depthlm.training.monitoring.display import Bar, row_text, validation_lines
 from depthlm.training.monitoring.meters import SublayerNormMeter, meter_of
 from depthlm.training.monitoring.metrics import (
     MetricsFile,
@@ -278,7 +278,8 @@ class Trainer:
         diagnostics = mechanism_diagnostics(self.config, self.plan, self.corpus, self.engine)
         self.check_directory()
         self.metrics.amend(losses.row() | diagnostics)
-        log.info("%s", validation_text(losses, diagnostics))
+        for line in validation_lines(losses, diagnostics):
+            log.info("%s", line)
 
     def maybe_evaluate(self) -> None:
         """Evaluate the last step's checkpoint if it is due. Raises ValidationStopped for a signal, with it saved."""
@@ -332,4 +333,6 @@ class Trainer:
             write_results(self.paths.path, summary)
             record_results(self.config, last)
         log_sample(self.config, self.engine, corpus)
+        if self.is_rank_0:
+            show_next_commands(self.paths.path)
         return summary

@@ -63,7 +63,9 @@ def log_sample(config: Config, engine: Engine, corpus: Corpus) -> None:
     # compiling for every length of a sample would take longer than the sample
     with engine.evaluated(), autocast(config, engine.device), torch.compiler.set_stance("force_eager"):
         sampled = generate(engine.model, tokens.to(engine.device), 64, temperature=0.7, top_k=50, generator=generator)
-    log.info("a sample:\n%s", corpus.tokenizer.decode(sampled[0, 1:].tolist()))
+    text = corpus.tokenizer.decode(sampled[0, 1:].tolist())
+    # a sample may contain what looks like a log line
+    log.info("a sample:\n%s", text, extra={"highlighter": None})
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """The command `python -m depthlm summary`."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from depthlm.__main__ import main
 from depthlm.accounting.memory import MemoryEstimator
-from depthlm.accounting.summary import summarize
+from depthlm.accounting.summary import print_summary, summarize
 from depthlm.config import compose_anywhere
 from depthlm.errors import UserError
 
@@ -35,6 +36,20 @@ def test_the_tables_show_the_same_numbers(monkeypatch: pytest.MonkeyPatch, capsy
     text = capsys.readouterr().out
     assert f"{total:,}" in text
     assert "zero3" in text
+
+
+def test_gpu_hours_follow_from_the_flops_and_the_stated_assumption(capsys: pytest.CaptureFixture[str]) -> None:
+    config = compose_anywhere(["size=micro", "training.max_tokens=1T", "price=3"])
+    summary = summarize(config, 4)
+    hours = summary["flops_per_token"] * summary["tokens"] / (0.4 * 989e12) / 3600
+    assert summary["gpu_hours"] == pytest.approx(hours)
+    print_summary(config, 4, as_json=False)
+    printed = re.sub(" +", " ", capsys.readouterr().out)
+    assert "run, GPU hours 1.1 (16 min on 4) on H100 GPUs at 40% of their 989 TFLOP/s, which is assumed" in printed
+    assert f"run, cost ${3 * hours:.2f} at $3.00 per GPU hour" in printed
+    print_summary(compose_anywhere(["size=micro"]), 4, as_json=False)
+    assert "run, cost" not in capsys.readouterr().out
+    assert summarize(compose_anywhere(["size=micro", "training.max_epochs=2"]), 4)["gpu_hours"] is None
 
 
 def test_the_largest_micro_batch_fits_a_gpu_and_one_more_sequence_does_not() -> None:

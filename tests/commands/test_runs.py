@@ -2,17 +2,18 @@
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from depthlm.commands.runs import age_text, main
+from depthlm.commands.runs import main
 from depthlm.errors import UserError
 from depthlm.runs.listing import list_runs
 
 from ..pictures import quick_pictures
-from ..runs.made_up import root, write_run
+from ..runs.made_up import ON_GPUS, root, write_run
 
 __all__ = ["quick_pictures", "root"]
 
@@ -35,7 +36,8 @@ def test_json_output_contains_every_field(root: Path, capsys: pytest.CaptureFixt
     assert age == pytest.approx(400_000, abs=60)
     assert run == {
         "directory": "outputs/default/base", "state": "complete", "model": "vanilla", "size": "micro", "step": 20,
-        "tokens": 9999, "loss": 3.25, "validation_loss": 2.5,
+        "tokens": 9999, "loss": 3.25, "validation_loss": 2.5, "steps": 20, "tokens_per_second": None,
+        "remaining_seconds": 0.0, "gpu_hours": None, "remaining_gpu_hours": None, "failure": None,
     }  # fmt: skip
 
 
@@ -47,8 +49,25 @@ def test_the_table_shows_names_without_interpreting_markup(root: Path, capsys: p
     assert "a[/b]" in printed
     assert "5 runs below outputs" in printed
     (line,) = [line for line in printed.splitlines() if "default/base" in line]
-    cells = ["outputs/default/base", "complete", "vanilla", "micro", "9.999K", "3.2500", "2.5000", "4", "days"]
-    assert line.split() == cells
+    cells = ["outputs/default/base", "complete", "vanilla", "micro", "20 / 20", "9.999K", "3.2500", "2.5000"]
+    assert re.split(r"  +", line.strip()) == [*cells, "4 days 15 h"]
+
+
+def test_the_table_shows_progress_gpu_hours_and_the_reason_of_a_failure(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(root, "gpu/begun", rows=4, environment_json=ON_GPUS)
+    main(["gpu"], "depthlm runs")
+    lines = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == ["run", "state", "model", "size", "step", "tokens/s", "left", "GPU hours", "to come", "tokens",
+                        "loss", "age"]  # fmt: skip
+    # 20,000 tokens at 100 tokens/s on 8 GPUs, and 180,000 tokens to come
+    assert lines[3] == ["outputs/gpu/begun", "stopped", "vanilla", "micro", "40 / 400", "100", "30 min", "0.44", "4",
+                        "20K", "3.2500", "0 s"]  # fmt: skip
+    main(["failed"], "depthlm runs")
+    lines = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == ["run", "state", "model", "size", "step", "tokens", "loss", "age", "reason"]
+    assert lines[3][-2:] == ["2 h", "diverged"]
 
 
 def test_another_root_can_be_given(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,24 +77,16 @@ def test_another_root_can_be_given(root: Path, capsys: pytest.CaptureFixture[str
         main(["--root", "nowhere"], "depthlm runs")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (59, "59 s"), (90, "1 min"), (7199, "1 h"), (10_000, "2 h"), (172_799, "47 h"), (400_000, "4 days")],
-)
-def test_an_age_is_shown_in_one_unit(seconds: float, text: str) -> None:
-    assert age_text(seconds) == text
-
-
 def test_a_value_that_was_filtered_or_sorted_by_is_a_column(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (root / "default/base/config.yaml").open("a") as file:
         file.write("optimizer: {lr: 0.001}\ndata: {name: '[b]'}\n")
     main(["optimizer.lr<1", "loss<9", "--sort", "data"], "depthlm runs")
     printed = capsys.readouterr().out.splitlines()
     (head,) = [line for line in printed if "validation" in line]
-    assert head.split() == ["run", "state", "model", "size", "tokens", "loss", "validation", "optimizer.lr", "data",
-                            "age"]  # fmt: skip
+    assert head.split() == ["run", "state", "model", "size", "step", "tokens", "loss", "validation", "optimizer.lr",
+                            "data", "age"]  # fmt: skip
     (line,) = [line for line in printed if "default/base" in line]
-    assert line.split()[7:9] == ["0.001", "[b]"]
+    assert re.split(r"  +", line.strip())[8:10] == ["0.001", "[b]"]
 
 
 def test_a_comparison_prints_results_and_differing_settings_and_draws_both_curves(

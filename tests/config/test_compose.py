@@ -75,6 +75,7 @@ def test_parse_count_rejects_other_text(text: str | bool) -> None:
 
 
 def test_an_alternative_length_replaces_the_default() -> None:
+    assert depthlm.compose(["training.max_steps=10k"]).training.max_steps == 10_000
     config = depthlm.compose(["training.max_tokens=1M", "training.batch_size=4", "training.sequence_length=100"])
     assert config.training.max_steps is None
     assert run_steps(config) == 2500

@@ -241,7 +241,7 @@ def test_all_mistakes_are_reported_together() -> None:
         "schedule={min_lr_ratio: 0}": "schedule={min_lr_ratio: 0}: must be an option of the group",
         "tracker={}": "tracker={}: sets nothing",
         "optimizer.rl=1": "optimizer.rl=1: no such key; did you mean `optimizer.lr`?",
-        "training.max_steps=abc": "training.max_steps=abc: must be an integer, at least 1, or null",
+        "training.max_steps=abc": "training.max_steps=abc: must be a whole number",
         "data.sources.a.weight=x": "data.sources.a.weight=x: ",
         "optimizer.eps=${nope.x}": "optimizer.eps=${nope.x}: ",
     }

@@ -102,8 +102,12 @@ def test_a_sweep_trains_each_point_once(small_run: Overrides, tmp_path: Path, fo
 def test_a_dry_run_takes_one_step_and_writes_nothing(
     small_run: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(depthlm.compose(small_run("dry_run=true"))) == 0
-    assert "peak memory" in capsys.readouterr().out
+    assert train(depthlm.compose(small_run("dry_run=true", "price=2.5"))) == 0
+    printed = capsys.readouterr().out
+    assert "peak memory" in printed
+    assert re.search(r"whole run +about \d+ s of steps +\n", printed)
+    assert re.search(r"GPU hours +< 0.01 on H100 GPUs at 40% of their 989 TFLOP/s, which is assumed +\n", printed)
+    assert re.search(r"cost +\$0.00 at \$2.50 per GPU hour +\n", printed)
     assert not (tmp_path / "run").exists()
 
 
@@ -137,7 +141,8 @@ def test_two_ranks_train_the_same_run_as_one(small_run: Overrides, tmp_path: Pat
     eight = "training.max_steps=8"
     assert train(depthlm.compose(small_run(eight, name="one"))) == 0
     for stage in (0, 1):
-        forks.run_ranks([*TRAIN, *small_run(eight, f"deepspeed=zero{stage}", name=f"two-{stage}")])
+        printed = forks.run_ranks([*TRAIN, *small_run(eight, f"deepspeed=zero{stage}", name=f"two-{stage}")])
+        assert "FutureWarning" not in printed
     for name in ("two-0", "two-1"):
         assert curve(tmp_path / name) == pytest.approx(curve(tmp_path / "one"), rel=1e-5)
     forks.run_ranks([*TRAIN, *small_run(eight, "precision=bf16", name="two-bf16")])

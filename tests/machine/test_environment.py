@@ -116,3 +116,37 @@ def test_device_cpu_is_used_despite_a_working_gpu(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("depthlm.ops.backend.missing", lambda device: None if device == "cuda" else "needs a GPU")
     with pytest.raises(ConfigError, match="kernels=triton"):
         compose(["device=cpu", "kernels=triton"])
+
+
+@pytest.mark.parametrize(
+    ("given", "launcher", "local_ranks", "variable", "text"),
+    [
+        (3, "python", 1, "5", "3 CPU threads per rank (training.num_threads)"),
+        (None, "python", 1, "5", "5 CPU threads per rank (OMP_NUM_THREADS)"),
+        (None, "python", 1, "1", "1 CPU thread per rank (OMP_NUM_THREADS)"),
+        (None, "python", 1, "4,2", "4 CPU threads per rank (OMP_NUM_THREADS)"),
+        (None, "python", 1, "many", "8 CPU threads per rank (all cores of this process)"),
+        (None, "python", 1, None, "8 CPU threads per rank (all cores of this process)"),
+        (None, "srun", 4, None, "8 CPU threads per rank (the cores that srun bound it to)"),
+        (None, "deepspeed", 4, None, "2 CPU threads per rank (8 cores, 4 ranks on this node)"),
+        # torchrun sets 1 itself
+        (None, "torchrun", 4, "1", "2 CPU threads per rank (8 cores, 4 ranks on this node)"),
+        (None, "torchrun", 4, "3", "3 CPU threads per rank (OMP_NUM_THREADS)"),
+        (None, "torchrun", 1, "1", "1 CPU thread per rank (OMP_NUM_THREADS)"),
+        (None, "torchrun", 16, None, "1 CPU thread per rank (8 cores, 16 ranks on this node)"),
+    ],
+)
+def test_the_number_of_threads_has_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+    given: int | None,
+    launcher: str,
+    local_ranks: int,
+    variable: str | None,
+    text: str,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(environment, "cores", lambda: 8)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    assert str(environment.threads(given, launcher, local_ranks)) == text

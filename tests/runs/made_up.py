@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 ROW = {"step": 10, "tokens": 5000, "loss": 3.25, "mean_loss": 3.25}
+# the environment.json of a run of 400 steps on 8 GPUs
+ON_GPUS = json.dumps({"device_type": "cuda", "world_size": 8, "steps": 400})
 
 
 def write_run(
@@ -18,7 +20,8 @@ def write_run(
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(f"model: {{name: '{model}'}}\nsize: {{name: '{size}'}}\n")
     if rows:
-        lines = [ROW | {"step": 10 * (number + 1), "tokens": 5000 * (number + 1)} for number in range(rows)]
+        speed = {"tokens_per_second": 100.0} if "environment_json" in files else {}
+        lines = [ROW | speed | {"step": 10 * (number + 1), "tokens": 5000 * (number + 1)} for number in range(rows)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for file, text in files.items():
         (folder / file.replace("_", ".")).write_text(text)

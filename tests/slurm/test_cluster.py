@@ -74,6 +74,21 @@ def test_tasks_equal_gpus_unless_given() -> None:
     assert not any(option.startswith("--gpus") for option in read_cluster(["gpus_per_node=0"]).options())
 
 
+@pytest.mark.parametrize(
+    ("given", "memory"),
+    [
+        (["gpu_memory=80"], 80_000_000_000),
+        (["mem=500G"], None),
+        (["gpus_per_node=0", "tasks_per_node=2", "mem=500G"], 250 * 2**30),
+        (["gpus_per_node=0", "mem=4096"], 4 * 2**30),
+        (["gpus_per_node=0", "mem=0"], None),
+        (["gpus_per_node=0"], None),
+    ],
+)
+def test_the_memory_of_a_rank_is_that_of_a_gpu_or_its_share_of_the_node(given: list[str], memory: int | None) -> None:
+    assert read_cluster(given).memory_per_rank() == memory
+
+
 def test_text_is_taken_literally() -> None:
     assert read_cluster(["setup=source env.sh && export X=[a]"]).setup == "source env.sh && export X=[a]"
     assert read_cluster(["partition=a,b"]).partition == "a,b"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
-from depthlm.slurm.cluster import queued_points, record_array
+from depthlm.slurm.cluster import queued_points, record_array, waiting_text
 from depthlm.slurm.submit import next_snapshot, point_command, take_snapshot
 from depthlm.sweeps import Point, sweep_points
 
@@ -28,8 +29,10 @@ Submit = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def submit(forks: Forks) -> Submit:
-    """Run slurm/submit.py, with these variables of the environment."""
-    return lambda *arguments, **more: forks.run(["slurm/submit.py", *arguments], environment=environment_with(**more))
+    """Run slurm/submit.py for nodes without GPUs, with these variables of the environment."""
+    return lambda *arguments, **more: forks.run(
+        ["slurm/submit.py", "slurm.gpus_per_node=0", *arguments], environment=environment_with(**more)
+    )
 
 
 def test_a_dry_run_prints_the_script_and_the_points_of_the_same_sweep(
@@ -185,6 +188,92 @@ def test_a_job_whose_id_sbatch_does_not_print_is_reported(
     assert "squeue --me" in done.stderr
 
 
+def test_a_rejected_submission_leaves_nothing(four_points: list[str], tmp_path: Path, submit: Submit) -> None:
+    bin_folder = tmp_path / "bin"
+    fake(bin_folder, "sbatch", 'echo "Requested node configuration is not available" >&2; exit 1\n')
+    path = f"{bin_folder}:{os.environ['PATH']}"
+    done = submit(*four_points, PATH=path)
+    assert done.returncode == 2
+    assert "sbatch: Requested node configuration is not available" in done.stderr
+    assert not (tmp_path / "runs").exists()
+    # what was there before stays there
+    (tmp_path / "runs/.slurm/0001").mkdir(parents=True)
+    submit(*four_points, PATH=path)
+    assert {path.name for path in (tmp_path / "runs/.slurm").iterdir()} == {"0001", "lock"}
+
+
+def test_what_training_would_refuse_is_not_submitted(four_points: list[str], tmp_path: Path, submit: Submit) -> None:
+    done = submit(*four_points, "slurm.nodes=3")
+    assert done.returncode == 2
+    (reason,) = [line for line in done.stderr.splitlines() if "is not divisible" in line]
+    assert f"{tmp_path}/runs/vanilla-0.001, {tmp_path}/runs/vanilla-0.002" in reason
+    assert "and 1 more: training.batch_size=" in reason
+    assert "is not divisible by the 3 ranks" in reason
+    done = submit(*four_points, "slurm.gpus_per_node=1", "slurm.gpu_memory=0.001")
+    assert done.returncode == 2
+    assert "the run does not fit in memory:" in done.stderr
+    assert "0.00 GiB is what each GPU has" in done.stderr
+    done = submit(*four_points, "slurm.mem=1M")
+    assert "0.00 GiB is what there is for each rank" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_points_wait_for_the_preparation_of_their_data(tmp_path: Path, submit: Submit) -> None:
+    done = submit("size=micro", "data=c4", f"data.path={tmp_path}/tokens", "seed=1,2")
+    assert done.returncode == 2
+    assert "not prepared: c4: data=c4. Prepare it, which takes" in done.stderr
+    assert "data/prepare.py data=c4 data.path=" in done.stderr
+    assert done.stderr.count("not prepared") == 1
+
+
+def test_the_status_says_why_a_job_waits_and_where_a_job_that_ended_has_its_log(
+    four_points: list[str], tmp_path: Path, submit: Submit
+) -> None:
+    bin_folder, snapshot = tmp_path / "bin", tmp_path / "runs/.slurm/0001"
+    snapshot.mkdir(parents=True)
+    points = sweep_points(four_points[2:], four_points[1])
+    record_array(snapshot, "12", [point.directory for point in points])
+    fake(
+        bin_folder,
+        "squeue",
+        'echo "12 0 PENDING PartitionConfig"; echo "12 1 PENDING Priority"; echo "12 2 RUNNING None"\n',
+    )
+    printed = submit("--status", *four_points, PATH=f"{bin_folder}:{os.environ['PATH']}").stdout
+    lines = [re.split(r"  +", line.strip()) for line in printed.splitlines()]
+    assert [line[-1] for line in lines[3:7]] == [
+        "can never start: PartitionConfig",
+        "waits: Priority",
+        "running",
+        f"the job ended before its run began; see {snapshot}/log-12_3.txt",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        ("PartitionConfig", "can never start: PartitionConfig"),
+        ("PartitionTimeLimit", "can never start: PartitionTimeLimit"),
+        ("PartitionNodeLimit", "can never start: PartitionNodeLimit"),
+        ("BadConstraints", "can never start: BadConstraints"),
+        ("AssocMaxWallDurationPerJobLimit", "can never start: AssocMaxWallDurationPerJobLimit"),
+        ("QOSMaxNodePerJobLimit", "can never start: QOSMaxNodePerJobLimit"),
+        ("QOSMaxGRESPerJob", "can never start: QOSMaxGRESPerJob"),
+        ("QOSMinGRES", "can never start: QOSMinGRES"),
+        ("DependencyNeverSatisfied", "can never start: DependencyNeverSatisfied"),
+        ("AssocGrpCpuLimit", "waits: AssocGrpCpuLimit"),
+        ("QOSMaxCpuPerUserLimit", "waits: QOSMaxCpuPerUserLimit"),
+        ("AssocMaxJobsLimit", "waits: AssocMaxJobsLimit (until other jobs end; can never start if the limit is 0)"),
+        ("QOSMaxJobsPerUserLimit",
+         "waits: QOSMaxJobsPerUserLimit (until other jobs end; can never start if the limit is 0)"),
+        ("ReqNodeNotAvail, UnavailableNodes:n3", "waits: ReqNodeNotAvail, UnavailableNodes:n3"),
+        ("None", ""),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_a_reason_is_called_permanent_only_if_no_wait_helps(reason: str, text: str) -> None:
+    assert waiting_text(reason) == text
+
+
 def test_a_snapshot_is_never_shared(tmp_path: Path) -> None:
     take_snapshot(tmp_path / "0001", ["a"])
     with pytest.raises(UserError, match="0001: the code cannot be copied there"):
@@ -205,7 +294,8 @@ def test_broken_records_of_jobs_are_named_and_skipped(
     (snapshot / "jobs.jsonl").write_bytes(b'{"job": "11", "dir\n\xff\n[]\n')
     runs = [str(tmp_path / name) for name in "abc"]
     record_array(snapshot, "12", runs)
-    assert queued_points([tmp_path / ".slurm"]) == {runs[0]: "waiting", runs[1]: "running"}
+    jobs = queued_points([tmp_path / ".slurm"])
+    assert {directory: job.state for directory, job in jobs.items()} == {runs[0]: "waiting", runs[1]: "running"}
     assert [text.partition(": ")[0].rpartition(":")[2] for text in capsys.readouterr().err.splitlines()] == [
         "1",
         "2",

@@ -72,6 +72,22 @@ def test_an_array_of_four_points_over_two_nodes(
     assert "0 points to train" in submit(*four_points, *ONE_RANK)
 
 
+def test_a_job_that_asks_for_more_nodes_than_there_are_can_never_start(
+    cluster: dict[str, str], submit: Submit, four_points: list[str]
+) -> None:
+    (job,) = re.findall(r"job (\d+): 4 points", submit(*four_points, *ONE_RANK, "slurm.nodes=4"))
+    try:
+        wait_until(
+            lambda: submit("--status", *four_points).count("can never start: PartitionNodeLimit") == 4, 60, "the reason"
+        )
+    finally:
+        run(cluster, "scancel", job)
+    wait_for_jobs(cluster, 60)
+    status = submit("--status", *four_points)
+    assert "4 points: 4 failed" in status
+    assert "the job ended before its run began; see " in status
+
+
 def test_a_failed_point_is_reported_and_only_it_is_submitted_again(
     cluster: dict[str, str], submit: Submit, small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:

@@ -32,7 +32,7 @@ def test_suggested_settings_fit_and_include_the_largest_micro_batch():
     estimator = MemoryEstimator(small(), "cuda")
     available = int(estimator.estimate(0, 1, 16, 4).total) + 1
     with pytest.raises(
-        UserError, match=r"does not fit in memory: .* GiB estimated, .* GiB is what this GPU has"
+        UserError, match=r"does not fit in memory: .* GiB estimated, .* GiB is what each GPU has"
     ) as error:
         check_memory(small(), SINGLE_RANK, GPU, available)
     assert ["training.micro_batch_size=16"] in fitting(error)

@@ -78,7 +78,13 @@ def test_repeating_a_complete_run_changes_nothing(
     before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
     capsys.readouterr()
     assert train(depthlm.compose(overrides)) == 0
-    assert "This run is complete" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "This run is complete" in printed
+    assert printed.endswith(
+        f'Next:\n  python -m depthlm generate run={tmp_path}/run prompt="The"\n'
+        f"  python -m depthlm inspect run={tmp_path}/run\n"
+        f"  python -m depthlm runs --compare {tmp_path}/run <another run>\n"
+    )
     assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
 
 

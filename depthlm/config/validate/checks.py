@@ -78,7 +78,8 @@ def check_steps(config: Config, steps: int) -> list[str]:
 
 def check_machine(config: Config) -> list[str]:
     """Return the mistakes that only this machine has: its ranks, its device, its files, a package not installed."""
-    return [*_check_ranks(config), *_check_device(config), *_check_files(config), *_check_tracker(config)]
+    ranks = launchers.ranks().world_size
+    return [*_check_experts(config, ranks), *_check_device(config), *_check_files(config), *_check_tracker(config)]
 
 
 def check_starts(config: Config, starts: set[str]) -> list[str]:
@@ -107,9 +108,13 @@ def _check_vocabulary(config: Config, given: Set[str]) -> list[str]:
     ]
 
 
+def check_ranks(config: Config, ranks: int) -> list[str]:
+    """Return the mistakes of a batch, or of experts, that this number of ranks cannot share."""
+    return [*_check_share(config, ranks), *_check_experts(config, ranks)]
+
+
 def _check_batch(config: Config, given: Set[str]) -> list[str]:
-    training, ranks = config.training, launchers.ranks().world_size
-    length = training.sequence_length
+    training, length = config.training, config.training.sequence_length
     if training.batch_tokens is not None:
         if "training.batch_size" in given:
             return ["training.batch_size and training.batch_tokens: both given; give one"]
@@ -118,6 +123,11 @@ def _check_batch(config: Config, given: Set[str]) -> list[str]:
                 f"training.batch_tokens={training.batch_tokens}: is not divisible by sequence_length={length}; "
                 f"allowed: multiples of {length}"
             ]
+    return _check_share(config, launchers.ranks().world_size)
+
+
+def _check_share(config: Config, ranks: int) -> list[str]:
+    training = config.training
     if training.batch_size % ranks:
         return [
             f"training.batch_size={training.batch_size}: is not divisible by the {ranks} ranks of this run; "
@@ -306,8 +316,8 @@ def _check_divides(experts: int, number: int, what: str) -> list[str]:
     return [f"deepspeed.experts={experts}: must divide {what}; allowed: {allowed}"]
 
 
-def _check_ranks(config: Config) -> list[str]:
-    experts, ranks = config.deepspeed.experts, launchers.ranks().world_size
+def _check_experts(config: Config, ranks: int) -> list[str]:
+    experts = config.deepspeed.experts
     if config.backbone.mlp != "experts" or config.deepspeed.stage == 3 or config.size.num_experts % experts:
         # another mistake
         return []

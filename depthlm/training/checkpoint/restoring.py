@@ -94,9 +94,10 @@ def restore(engine: Engine, start: ResumePoint | None, directory: Path) -> Progr
     if start.forked:
         progress.wandb_id, progress.row = None, {}
         progress.begin_interval()
-        log.info("forked from %s: %d steps done", start.path, progress.step)
+        log.info("forked from %s", start.path.parent.parent)
+        log.info("it had done %d steps", progress.step)
     else:
-        log.info("resumed from %s: %d steps done", start.path, progress.step)
+        log.info("resumed from %s: %d steps done", start.path.relative_to(directory), progress.step)
     return progress
 
 
@@ -171,4 +172,6 @@ def _check_fork(path: Path, manifest: Manifest, config: Config) -> None:
             f"Use the same settings, or start with its weights alone: init_from={path.parent.parent}"
         )
     for name, words in differences.items():
+        if name == "fork_from":
+            continue
         log.info("forked with another setting: %s: %s", name, words)

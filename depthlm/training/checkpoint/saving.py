@@ -107,7 +107,7 @@ class Saver:
         all_digests = {name: value for part, _ in parts for name, value in part.items()}
         failure = failure or self._on_rank_0(lambda: self._publish(writing, all_digests))
         if failure is None:
-            log.info("saved %s", writing.final)
+            log.info("saved %s", writing.final.relative_to(self.run.path))
         else:
             self._report_failure(writing.staging, failure)
         self.seconds += time.monotonic() - started

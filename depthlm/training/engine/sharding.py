@@ -22,6 +22,8 @@ def configure_deepspeed(config: Config) -> None:
     import deepspeed
 
     deepspeed.utils.logger.setLevel("WARNING")
+    # DeepSpeed calls deprecated functions of torch, so every gather of each rank would warn
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if environment.device_type(config.device) == "cpu":
         # DeepSpeed's shared-memory helper needs a compiler, and has aborted complete runs
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -134,8 +136,6 @@ def prepare_sharding(model: Decoder) -> None:
     import deepspeed
 
     model.read_alone()
-    # DeepSpeed calls a deprecated torch function, so every gather would warn
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # DeepSpeed never removes a module whose recomputation stops early from its list of active modules
     model.register_forward_pre_hook(lambda *_: _active_modules().clear())
     for position in range(model.loops * model.size.num_layers):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from depthlm.accounting import count_parameters
 from depthlm.accounting.memory import Memory
 from depthlm.config import Config
 from depthlm.config.validate.decoder import reads_across_layers
-from depthlm.counts import count_text, counted, gib_text
+from depthlm.counts import count_text, counted, duration_text, gib_text
 from depthlm.data import Batches, Corpus
 from depthlm.distributed.launchers import ranks
 from depthlm.files import replace_text
+from depthlm.locations import command
 from depthlm.machine import environment
 from depthlm.model import Decoder
 from depthlm.model.parameters import fp32_parameters
@@ -21,7 +23,7 @@ from depthlm.run_directory import RunDirectory
 from depthlm.runs.loss_curve import plot_loss
 from depthlm.runs.manifest import Progress
 from depthlm.runs.records import ValidationLosses, loss_key, perplexity
-from depthlm.training.monitoring.display import number_text, show_table
+from depthlm.training.monitoring.display import console, number_text, show_table
 from depthlm.training.plan import Plan
 
 log = logging.getLogger("depthlm")
@@ -131,13 +133,24 @@ def show_summary(title: str, directory: Path, summary: dict[str, Any], rank: int
         "validation loss": f"{number_text(summary['validation_loss'])} nats per token (perplexity "
         f"{number_text(summary['validation_perplexity'])}{entropy})",
         **sets,
-        "tokens": f"{count_text(summary['tokens'])} in {summary['wall_seconds']:.0f} s, "
+        "tokens": f"{count_text(summary['tokens'])} in {duration_text(summary['wall_seconds'])}, "
         f"{summary['tokens_per_second']:,.0f} tokens/s",
         "peak memory": f"{summary['peak_memory_gib']:.2f} GiB",
         "loss curve": str(RunDirectory(directory).loss_curve),
         "weights": str(RunDirectory(directory).checkpoints),
     }
     show_table(title, rows, rank)
+
+
+def show_next_commands(directory: Path) -> None:
+    """Print commands that use a complete run, without a table, so that a long command can be copied."""
+    run = shlex.quote(str(directory))
+    commands = (
+        f'{command("-m depthlm generate", "generate")} run={run} prompt="The"',
+        f"{command('-m depthlm inspect', 'inspect')} run={run}",
+        f"{command('-m depthlm runs', 'runs')} --compare {run} <another run>",
+    )
+    console.print("\n  ".join(["Next:", *commands]), soft_wrap=True)
 
 
 def mixers(config: Config) -> dict[str, str]:

@@ -3,7 +3,6 @@
 import logging
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,16 @@ from typing import Any
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.highlighter import RegexHighlighter
 from rich.logging import RichHandler
 from rich.progress import Progress, Task
 from rich.progress_bar import ProgressBar
 from rich.segment import ControlType, Segment
 from rich.table import Table
+from rich.theme import Theme
 
 from depthlm.console import stdout_console
-from depthlm.counts import count_text
+from depthlm.counts import count_text, duration_text
 from depthlm.runs.records import ValidationLosses, perplexity
 from depthlm.streams import printable, report_dropped_output
 
@@ -26,10 +27,24 @@ log = logging.getLogger("depthlm")
 console = stdout_console()
 # the weight of all earlier steps in the exponential means: the loss over about 50 steps, the time over about 10
 LOSS_DECAY, TIME_DECAY = 0.98, 0.9
+# columns of a message: a terminal of 120 without the time
+LOG_WIDTH = 110
+# the colour of losses and of the bar; nothing else has one
+ACCENT = "cyan"
+# the share of an interval above which waiting for data slows a run down
+SLOW_DATA = 0.05
+# which parts of a row a long line keeps, the most important ones first
+ROW_IMPORTANCE = ("step", "loss", "norm", "speed", "left", "data", "rate", "mfu")
 # columns of the bar itself
 SHORTEST, LONGEST = 8, 40
 # which parts a narrow terminal keeps, the most important ones first
 IMPORTANCE = ("step", "loss", "remaining", "speed", "time", "tokens", "mfu", "memory", "elapsed")
+
+
+class LossHighlighter(RegexHighlighter):
+    """Gives the losses of log lines the accent colour."""
+
+    highlights = (rf"\bloss (?P<{ACCENT}>\d\S*)",)
 
 
 def start_logging(rank: int) -> None:
@@ -40,7 +55,10 @@ def start_logging(rank: int) -> None:
     log.propagate = False
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     if console.is_terminal:
-        screen: logging.Handler = RichHandler(console=console, show_path=False, show_level=False, log_time_format="%X")
+        console.push_theme(Theme({"log.time": "dim"}))
+        screen: logging.Handler = RichHandler(
+            console=console, show_path=False, show_level=False, log_time_format="%X", highlighter=LossHighlighter()
+        )
     else:
         screen = logging.StreamHandler(sys.stdout)
         screen.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
@@ -99,32 +117,55 @@ def step_time_text(seconds: float) -> str:
     return f"{1000 * seconds:,.{0 if seconds >= 0.01 else 1}f} ms/step"
 
 
-def validation_text(losses: ValidationLosses, diagnostics: dict[str, float | None]) -> str:
-    """Format the results of a validation as one line: losses with their perplexities, and the diagnostics."""
+def validation_lines(losses: ValidationLosses, diagnostics: dict[str, float | None]) -> list[str]:
+    """Format the results of a validation, as many per line as fit: losses with perplexities, and the diagnostics."""
     parts = [
         f"validation/{name} loss {number_text(loss)} (perplexity {number_text(perplexity(loss))})"
         for name, loss in losses.by_set.items()
     ]
-    return "  ".join([*parts, *(f"{name} {number_text(value)}" for name, value in diagnostics.items())])
+    lines: list[str] = []
+    for part in [*parts, *(f"{name} {number_text(value)}" for name, value in diagnostics.items())]:
+        if lines and len(lines[-1]) + 2 + len(part) <= LOG_WIDTH:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(part)
+    return lines
 
 
 def row_text(row: dict[str, Any], last: int, steps: int, seconds: float) -> str:
-    """Format a row of metrics as one line. last: the run's last step.
+    """Format a row of metrics as one line of at most LOG_WIDTH columns. last: the run's last step.
 
     steps, seconds: the steps since the previous row, and the time that they took.
     """
-    mean_loss = "none: no update" if row["mean_loss"] is None else number_text(row["mean_loss"])
-    parts = [
-        f"step {row['step']}/{last}",
-        f"mean loss {mean_loss}",
-        f"lr {row['learning_rate']:.2e}",
-        f"grad norm {row['grad_norm']:.3f}" if row["grad_norm"] is not None else "skipped",
-        f"{row['tokens_per_second']:,.0f} tokens/s",
-        f"{step_time_text(seconds / steps)} ({row['data_seconds'] / seconds:.1%} waiting for data)",
-    ]
+    remaining, waiting = (last - row["step"]) * seconds / steps, row["data_seconds"] / seconds
+    parts = {
+        "step": f"step {row['step']}/{last}",
+        "loss": f"mean loss {'none: no update' if row['mean_loss'] is None else number_text(row['mean_loss'])}",
+        "rate": f"lr {row['learning_rate']:.2e}",
+        "norm": "skipped" if row["grad_norm"] is None else f"grad norm {row['grad_norm']:.3g}",
+        "speed": f"{count_text(round(row['tokens_per_second']))} tokens/s",
+    }
     if row["mfu"] is not None:
-        parts.append(f"mfu {row['mfu']:.1%}")
-    return "  ".join(parts)
+        parts["mfu"] = f"mfu {row['mfu']:.1%}"
+    if waiting >= SLOW_DATA:
+        parts["data"] = f"{waiting:.0%} waiting for data"
+    # the first step of a run takes longer than the others
+    if remaining and row["step"] > 1:
+        parts["left"] = f"{duration_text(remaining)} left"
+    kept = _fitting_names(parts, ROW_IMPORTANCE, LOG_WIDTH)
+    return "  ".join(text for name, text in parts.items() if name in kept)
+
+
+def _fitting_names(texts: dict[str, str], importance: tuple[str, ...], width: int) -> set[str]:
+    """Return the names of the most important texts that fit into a line, with two spaces between them."""
+    kept, used = set(), 0
+    for name in importance:
+        length = cell_len(texts[name]) + 2 if name in texts else 0
+        if used + length > width + 2:
+            break
+        kept.add(name)
+        used += length
+    return kept & texts.keys()
 
 
 class SmoothMean:
@@ -145,7 +186,7 @@ class SmoothMean:
 
 
 class Bar:
-    """A progress bar with the mean loss, the speed, the memory and the remaining time; disabled without a terminal.
+    """A progress bar with the smoothed loss, the speed, the memory and the remaining time; disabled without a terminal.
 
     Its means begin with this process: a resumed run begins with the loss of its first step.
     """
@@ -192,10 +233,10 @@ class Bar:
         seconds = self.seconds.value or 0.0
         parts = {"tokens": f"{count_text(tokens)} tokens", "time": step_time_text(seconds)}
         if self.loss.value is not None:
-            parts["loss"] = f"loss {number_text(self.loss.value)}"
+            parts["loss"] = f"smoothed loss {number_text(self.loss.value)}"
         if seconds > 0:
             speed = self.tokens_per_step / seconds
-            parts["speed"] = f"{speed:,.0f} tokens/s"
+            parts["speed"] = f"{count_text(round(speed))} tokens/s"
             if (mfu := self.mfu(speed)) is not None:
                 parts["mfu"] = f"mfu {mfu:.1%}"
         if self.memory is not None:
@@ -237,26 +278,17 @@ def _fitting(task: Task, console: Console, options: ConsoleOptions, width: int) 
     texts = {
         "step": f"step {step}/{last}",
         **task.fields["parts"],
-        "elapsed": _clock(task.finished_time if task.finished else task.elapsed),
-        "remaining": f"{_clock(task.time_remaining)} left",
+        "elapsed": duration_text((task.finished_time if task.finished else task.elapsed) or 0.0),
+        "remaining": f"{'?' if task.time_remaining is None else duration_text(task.time_remaining)} left",
     }
-    kept, used = set(), 0
-    for name in IMPORTANCE:
-        length = cell_len(texts[name]) + 2 if name in texts else 0
-        if used + length > width + 2:
-            break
-        kept.add(name)
-        used += length
+    kept = _fitting_names(texts, IMPORTANCE, width)
+    used = sum(cell_len(texts[name]) + 2 for name in kept)
     order = ("step", "loss", "tokens", "time", "speed", "mfu", "memory", "elapsed", "remaining")
-    first, *others = [texts[name] for name in order if name in kept and name in texts] or [texts["step"]]
+    first, *others = [texts[name] for name in order if name in kept] or [texts["step"]]
     yield Segment(first[: max(0, width)])
     if (room := min(LONGEST, width - used)) >= SHORTEST:
         yield Segment("  ")
-        bar = ProgressBar(total=max(last, 1), completed=step, width=room)
+        bar = ProgressBar(total=max(last, 1), completed=step, width=room, complete_style=ACCENT, finished_style=ACCENT)
         yield from bar.__rich_console__(console, options.update(width=room))
     for text in others:
         yield Segment(f"  {text}")
-
-
-def _clock(seconds: float | None) -> str:
-    return "-:--:--" if seconds is None else str(timedelta(seconds=int(seconds)))

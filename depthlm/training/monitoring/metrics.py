@@ -187,6 +187,7 @@ class Profiler:
 
     def __init__(self, directory: Path) -> None:
         self.path = RunDirectory(directory).trace
+        self.shown = self.path.relative_to(directory)
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_initialized():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -212,7 +213,7 @@ class Profiler:
             self.profile.stop()
             self.path.parent.mkdir(exist_ok=True)
             self.profile.export_chrome_trace(str(self.path))
-            log.info("trace of %d steps: %s (open it in ui.perfetto.dev)", recorded, self.path)
+            log.info("trace of %d steps: %s (open it in ui.perfetto.dev)", recorded, self.shown)
         else:
             log.warning("no trace: profiling begins at step %d of a process, and this one ran fewer", FIRST_PROFILED)
         self.profile = None

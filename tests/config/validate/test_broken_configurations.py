@@ -43,8 +43,8 @@ BROKEN_OVERRIDES = [
     ("+model.connection.streams=4", ["model.connection.streams", "no such setting"]),
     ("size.hiden_size=4", ["did you mean `size.hidden_size`?"]),
     # types and values
-    ("training.max_steps=many", ["training.max_steps=many", "must be an integer, at least 1, or null"]),
-    ("training.max_steps=1.5", ["training.max_steps=1.5", "an integer"]),
+    ("training.max_steps=many", ["training.max_steps=many", "must be a whole number such as", "at least 1, or null"]),
+    ("training.max_steps=1.5", ["training.max_steps=1.5", "a whole number"]),
     ("training.max_steps=0", ["training.max_steps=0", "at least 1"]),
     ("training.max_tokens=10X", ["training.max_tokens=10X", "10B"]),
     ("training.max_tokens=-5", ["training.max_tokens=-5", "at least 1"]),

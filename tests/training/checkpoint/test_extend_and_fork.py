@@ -1,6 +1,7 @@
 """Runs resumed with another length, number of ranks or ZeRO stage, and forked runs."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -111,7 +112,9 @@ def test_a_complete_run_is_extended_on_request(
     assert (tmp_path / "run/summary.json").exists()
     for stop in (3, 4, 4):
         assert train(depthlm.compose([*longer, "resume=extend", f"training.stop_after={stop}"])) == 0
-    assert capsys.readouterr().out.count("This run is complete") == 3
+    printed = capsys.readouterr().out
+    assert printed.count("This run is complete") == 3
+    assert printed.count("this run is now 4 steps long; its directory keeps the name run") == 1
     assert train(depthlm.compose(small_run(*constant, "training.max_steps=4", name="straight"))) == 0
     assert curve(tmp_path / "run") == curve(tmp_path / "straight")
     summaries = [json.loads((tmp_path / "run" / name).read_text())["steps"]
@@ -139,6 +142,8 @@ def test_a_fork_continues_from_the_state_with_other_settings(small_run: Override
     assert all(row["learning_rate"] <= 1e-5 for row in rows)
     log = (tmp_path / "other/train.log").read_text()
     assert "forked with another setting: optimizer.weight_decay: the run has 0.1, this command gives 0.5" in log
+    # neither the fork itself nor a tracker that the run did not have is a difference
+    assert not re.search("fork_from|wandb|tracker", log)
     assert {file: file.read_bytes() for file in source} == source
     newest = f"fork_from={tmp_path}/source"
     with pytest.raises(UserError, match="has done 8 steps, more than the 6"):

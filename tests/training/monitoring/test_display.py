@@ -3,6 +3,7 @@
 import codecs
 import fcntl
 import io
+import logging
 import os
 import pty
 import re
@@ -10,6 +11,7 @@ import select
 import struct
 import termios
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from depthlm.training.monitoring.display import Bar, SmoothMean, row_text, step_time_text
+from depthlm.distributed.launchers import SINGLE_RANK, describe_launch
+from depthlm.machine.environment import Threads
+from depthlm.runs.records import ValidationLosses
+from depthlm.training.monitoring import display
+from depthlm.training.monitoring.display import Bar, SmoothMean, row_text, step_time_text, validation_lines
 
 from ...forks import Forks, environment_with
 
@@ -28,14 +34,61 @@ ROW = {"step": 20, "loss": 9.0, "mean_loss": 3.25, "learning_rate": 1e-3, "grad_
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({}, "step 20/100  mean loss 3.2500  lr 1.00e-03  grad norm 1.500  2,048 tokens/s  "
-             "500 ms/step (10.0% waiting for data)"),
-        ({"mfu": 0.412}, "waiting for data)  mfu 41.2%"),
+        ({}, "step 20/100  mean loss 3.2500  lr 1.00e-03  grad norm 1.5  2.048K tokens/s  10% waiting for data  "
+             "40 s left"),
+        ({"mfu": 0.412, "data_seconds": 0.0}, "2.048K tokens/s  mfu 41.2%  40 s left"),
         ({"mean_loss": None, "grad_norm": None}, "mean loss none: no update  lr 1.00e-03  skipped"),
+        ({"step": 100, "data_seconds": 0.0}, "2.048K tokens/s"),
+        ({"step": 1, "data_seconds": 0.0}, "2.048K tokens/s"),
     ],
 )  # fmt: skip
 def test_a_line_has_the_means_of_its_interval(changed: dict[str, Any], text: str) -> None:
-    assert text in row_text(ROW | changed, last=100, steps=10, seconds=5.0)
+    line = row_text(ROW | changed, last=100, steps=10, seconds=5.0)
+    assert line.endswith(text) or "skipped" in text
+    assert text in line
+
+
+# a name has at most 60 characters
+LONG_RUN = "outputs/attention_residuals/scaling/attention_residuals_recency,size=moda_700m,seed=2,lr=3e-4-1a2b"
+LONG_ROW = ROW | {
+    "step": 123_456, "mean_loss": 10.123456, "learning_rate": 2.345e-5, "grad_norm": 123.456, "mfu": 0.4123,
+    "tokens_per_second": 1_234_567.8,
+}  # fmt: skip
+
+
+def test_no_log_line_of_a_run_wraps_at_120_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
+    monkeypatch.setattr(display, "console", screen)
+    display.start_logging(0)
+    launched = replace(SINGLE_RANK, world_size=1024, nodes=128, launcher="deepspeed", address="gpu-node-01", port=29500)
+    sets = dict.fromkeys(("fineweb_edu", "stdlib", "olmo2_mix", "lm1b"), 3.1234)
+    messages = [
+        *describe_launch(launched, "cuda:0 of gpu-node-0123").split("; "),
+        f"forked from {LONG_RUN}",
+        str(Threads(16, "the cores that srun bound it to")),
+        *(row_text(LONG_ROW | more, last=1_000_000, steps=10, seconds=5.0) for more in ({}, {"data_seconds": 0.0})),
+        *validation_lines(ValidationLosses(dict(sets)), {"mechanism/mhc_column_deviation": 1e-5,
+                                                         "mechanism/mhc_row_deviation": 1e-7}),
+    ]  # fmt: skip
+    for message in messages:
+        logging.getLogger("depthlm").info("%s", message)
+    lines = screen.file.getvalue().splitlines()
+    assert [line[9:].rstrip() for line in lines] == messages
+    # the least important number gives way
+    assert "mfu" not in messages[4]
+    assert messages[5].endswith("1.235M tokens/s  5 days 2 h left")
+
+
+def test_only_losses_have_a_colour_and_a_sample_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Console(file=io.StringIO(), force_terminal=True, width=120, color_system="standard")
+    monkeypatch.setattr(display, "console", screen)
+    display.start_logging(0)
+    log = logging.getLogger("depthlm")
+    log.info("step 20/100  mean loss 3.2500  lr 1.00e-03  saved outputs/run/step-00000020")
+    log.info("a sample:\nself.loss 3.25 (x)", extra={"highlighter": None})
+    first, *others = screen.file.getvalue().splitlines()
+    assert re.findall(r"\x1b\[[^m]*3\dm([^\x1b]*)", first) == ["3.2500"]
+    assert not re.search(r"\x1b\[[^m]*3\dm", "".join(others))
 
 
 def test_a_short_step_has_a_decimal() -> None:
@@ -143,15 +196,15 @@ def drawn(width: int, *, mfu: float | None = 0.412, memory: float | None = 1.5, 
 
 def test_a_wide_terminal_shows_all_numbers() -> None:
     line = drawn(200)
-    for part in ("step 6/100", "━", "loss 3.0000", "1.2M tokens", "250 ms/step", "2,048 tokens/s", "mfu 41.2%",
-                 "1.50 GiB", "0:00:00", "left"):  # fmt: skip
+    for part in ("step 6/100", "━", "smoothed loss 3.0000", "1.2M tokens", "250 ms/step", "2.048K tokens/s",
+                 "mfu 41.2%", "1.50 GiB", "  0 s  ", "left"):  # fmt: skip
         assert part in line, part
 
 
 def test_numbers_that_are_not_known_are_not_shown() -> None:
     line = drawn(200, mfu=None, memory=None, loss=None)
     assert not re.search("mfu|GiB|loss|None", line)
-    assert "2,048 tokens/s" in line
+    assert "2.048K tokens/s" in line
 
 
 @given(st.integers(1, 250))
@@ -160,7 +213,7 @@ def test_the_line_is_shorter_than_the_terminal_is_wide(width: int) -> None:
 
 
 def test_a_narrow_terminal_keeps_the_most_important_numbers() -> None:
-    assert drawn(30).split("  ") == ["step 6/100", "loss 3.0000"]
+    assert drawn(34).split("  ") == ["step 6/100", "smoothed loss 3.0000"]
     assert "left" in drawn(60)
 
 

@@ -1,0 +1,131 @@
+"""How far a run is, how fast it trains, and what is left of it; and a table of that for several runs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rich import box
+from rich.table import Table
+
+from depthlm.config.keys import flatten
+from depthlm.counts import count_text, counted, duration_text
+from depthlm.files import read_json, read_yaml
+from depthlm.run_directory import RunDirectory
+from depthlm.runs.records import COMPLETE, RunRecord, finite
+
+# the newest rows of metrics.jsonl whose mean speed the rest of a run is estimated from
+RECENT_ROWS = 10
+# characters of the reason of a failure in a table
+LONGEST_REASON = 80
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """The progress of a run; None stands for what its files do not say.
+
+    steps: of the whole run. tokens_per_second: of the newest rows; of all steps in a complete run. remaining_seconds:
+    of training. gpu_hours, remaining_gpu_hours: training time of all GPUs, without validation and saving; None on a
+    CPU.
+    """
+
+    step: int | None
+    steps: int | None
+    tokens_per_second: float | None
+    remaining_seconds: float | None
+    gpu_hours: float | None
+    remaining_gpu_hours: float | None
+
+    def texts(self) -> dict[str, str]:
+        """Return the columns of a table; a value that is not known is empty."""
+        total = "" if self.steps is None else f" / {self.steps:,}"
+        return {
+            "step": "" if self.step is None else f"{self.step:,}{total}",
+            "tokens/s": "" if self.tokens_per_second is None else count_text(round(self.tokens_per_second)),
+            "left": "" if not self.remaining_seconds else duration_text(self.remaining_seconds),
+            "GPU hours": hours_text(self.gpu_hours),
+            "to come": hours_text(self.remaining_gpu_hours) if self.remaining_gpu_hours else "",
+        }
+
+
+def progress_of(run: RunRecord) -> RunProgress:
+    """Return the progress of a run, from its rows, its summary, and environment.json."""
+    paths = RunDirectory(run.directory)
+    environment = read_json(paths.environment)
+    steps, devices = environment.get("steps"), environment.get("world_size")
+    if type(steps) is not int:
+        steps = flatten(read_yaml(paths.config)).get("training.max_steps")
+    rows = _timed_rows(run)
+    trained = sum(row.seconds for row in rows)
+    recent = rows[-RECENT_ROWS:]
+    seconds = sum(row.seconds for row in recent)
+    speed = sum(row.tokens for row in recent) / seconds if recent else None
+    step, remaining = run.step, None
+    if run.state == COMPLETE:
+        step = steps = run.summary.get("steps")
+        speed, remaining = finite(run.summary.get("tokens_per_second")), 0.0
+        trained = finite(run.summary.get("wall_seconds")) or trained
+    elif speed and step and type(steps) is int:
+        tokens_per_step = sum(row.tokens for row in rows) / rows[-1].step
+        remaining = (steps - step) * tokens_per_step / speed
+    gpus = devices if environment.get("device_type") == "cuda" and type(devices) is int else None
+    return RunProgress(
+        step=step if type(step) is int else None,
+        steps=steps if type(steps) is int else None,
+        tokens_per_second=speed,
+        remaining_seconds=remaining,
+        gpu_hours=None if gpus is None else gpus * trained / 3600,
+        remaining_gpu_hours=None if gpus is None or remaining is None else gpus * remaining / 3600,
+    )
+
+
+def progress_table(rows: Sequence[Mapping[str, str]]) -> Table:
+    """Return a table of runs; a column that is empty in all rows is left out, as are GPU hours on a CPU."""
+    names = [name for name in (rows[0] if rows else {}) if any(row[name] for row in rows)]
+    table = Table(*names, box=box.SIMPLE)
+    for row in rows:
+        table.add_row(*(row[name] for name in names))
+    return table
+
+
+def failure_text(failure: str | None) -> str:
+    """Return the first line of an error, shortened."""
+    line = (failure or "").partition("\n")[0]
+    return line if len(line) <= LONGEST_REASON else f"{line[: LONGEST_REASON - 3]}..."
+
+
+def total_hours(progress: Sequence[RunProgress]) -> str:
+    """Describe the GPU hours of all points; empty if none trains on a GPU."""
+    spent = [run.gpu_hours for run in progress if run.gpu_hours is not None]
+    if not spent:
+        return ""
+    remaining = [run.remaining_gpu_hours for run in progress if run.remaining_gpu_hours is not None]
+    unknown = len(progress) - len(remaining)
+    without = f", without {counted(unknown, 'point')} whose speed is not known" if unknown else ""
+    return f"; {hours_text(sum(spent))} GPU hours so far, {hours_text(sum(remaining))} to come{without}"
+
+
+def hours_text(hours: float | None) -> str:
+    """Format GPU hours: 0.0123 as `0.012`, 12.34 as `12.3`, 1234.5 as `1,234`, and what is less than 0.01 as that."""
+    if hours is None:
+        return ""
+    if 0 < hours < 0.01:
+        return "< 0.01"
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.1f}" if hours >= 10 else f"{hours:.2g}"
+
+
+class _TimedRow(NamedTuple):
+    """The step of a row of metrics, and the tokens and the training time since the row before it."""
+
+    step: int
+    tokens: float
+    seconds: float
+
+
+def _timed_rows(run: RunRecord) -> list[_TimedRow]:
+    rows, before = [], 0.0
+    for row in run.rows:
+        tokens, speed = finite(row.get("tokens")), finite(row.get("tokens_per_second"))
+        if row["step"] and tokens and speed and tokens > before and speed > 0:
+            rows.append(_TimedRow(row["step"], tokens - before, (tokens - before) / speed))
+            before = tokens
+    return rows

@@ -1,0 +1,80 @@
+"""How far a run is, and the time and the GPU hours that it takes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from depthlm.runs.progress import failure_text, hours_text, progress_of, total_hours
+from depthlm.runs.records import read_run
+from depthlm.sweeps import Point
+from depthlm.sweeps.points import print_points
+
+from .made_up import ON_GPUS, write_run
+
+
+def test_hours_are_those_of_all_gpus_and_the_rest_is_estimated_from_the_newest_rows(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "run", environment_json=ON_GPUS)
+    # 1,000 tokens per row: the first ones at 1 token/s, as while kernels compile, and the last ten at 100
+    rows = [
+        {"step": 10 * n, "tokens": 1000 * n, "loss": 3.0, "tokens_per_second": 1.0 if n <= 2 else 100.0}
+        for n in range(1, 13)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    progress = progress_of(read_run(run))
+    assert (progress.step, progress.steps, progress.tokens_per_second) == (120, 400, pytest.approx(100))
+    assert progress.remaining_seconds == pytest.approx(280)
+    assert progress.gpu_hours == pytest.approx(8 * (2000 + 100) / 3600)
+    assert progress.remaining_gpu_hours == pytest.approx(8 * 280 / 3600)
+
+
+def test_a_complete_run_has_the_numbers_of_its_summary(tmp_path: Path) -> None:
+    summary = {"steps": 400, "tokens_per_second": 50.0, "wall_seconds": 3600.0}
+    run = write_run(tmp_path, "run", rows=2, environment_json=ON_GPUS, summary_json=json.dumps(summary))
+    assert progress_of(read_run(run)).texts() == {
+        "step": "400 / 400", "tokens/s": "50", "left": "", "GPU hours": "8", "to come": "",
+    }  # fmt: skip
+
+
+def test_a_cpu_has_no_gpu_hours_and_missing_files_no_numbers(tmp_path: Path) -> None:
+    on_cpu = write_run(tmp_path, "cpu", rows=2, environment_json=ON_GPUS.replace("cuda", "cpu"))
+    assert progress_of(read_run(on_cpu)).texts() | {"left": ""} == {
+        "step": "20 / 400", "tokens/s": "100", "left": "", "GPU hours": "", "to come": "",
+    }  # fmt: skip
+    assert {*progress_of(read_run(tmp_path / "none")).texts().values()} == {""}
+
+
+def test_rows_without_numbers_count_no_time(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "run", rows=2, environment_json=ON_GPUS)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 30, "loss": null, "tokens": null, "tokens_per_second": "fast"}\n')
+    assert progress_of(read_run(run)).gpu_hours == pytest.approx(8 * 100 / 3600)
+
+
+@pytest.mark.parametrize(
+    ("hours", "text"), [(None, ""), (0.0, "0"), (1e-6, "< 0.01"), (0.0123, "0.012"), (12.34, "12.3"), (1234.5, "1,234")]
+)
+def test_hours_have_as_many_digits_as_they_are_known_to(hours: float | None, text: str) -> None:
+    assert hours_text(hours) == text
+
+
+def test_a_sweep_ends_with_its_gpu_hours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begun = write_run(tmp_path, "begun", rows=4, environment_json=ON_GPUS)
+    failed = write_run(
+        tmp_path, "failed", rows=1, environment_json=ON_GPUS, failure_json='{"error": "no [disk] space"}'
+    )
+    folders = {"mhc, 2": begun, "dca, 2": failed, "moda, 2": tmp_path / "new"}
+    print_points([Point([f"output_dir={path}"], parts={"label": label}) for label, path in folders.items()])
+    printed = capsys.readouterr().out
+    for part in ("point", "40 / 400", "30 min", "no [disk] space"):
+        assert part in printed
+    assert printed.splitlines()[-1] == (
+        "3 points: 1 stopped, 1 failed, 1 waiting; 0.56 GPU hours so far, 8.3 to come, without 1 point whose speed is "
+        "not known"
+    )
+    assert total_hours([]) == ""
+
+
+def test_a_long_error_is_shortened() -> None:
+    assert failure_text("a\nb") == "a"
+    assert failure_text("x" * 100) == "x" * 77 + "..."
