@@ -62,6 +62,13 @@ def run_name(overrides: Sequence[str], defaults: Leading = DEFAULTS) -> str:
     return _name(str(Leading(model, size, given.get("seed", defaults.seed))), other_settings(overrides))
 
 
+def check_name(name: str | None) -> list[str]:
+    """Return the mistake in the value of `name=`, if there is one."""
+    if name is None or (name.strip(". ") and "/" not in name and name.isprintable()):
+        return []
+    return [f"name={name}: must be the name of a folder; output_dir= sets the whole path of the run directory"]
+
+
 def derived_name(origin: str, before: Leading, after: Leading, overrides: Sequence[str]) -> str:
     """Return the name of a run that derives by overrides from another one. origin: its name."""
     if origin == str(before) or origin.startswith(f"{before}-"):

@@ -7,6 +7,7 @@ from collections.abc import Set
 from pathlib import Path
 
 from depthlm.config.errors import listed
+from depthlm.config.names import check_name
 from depthlm.config.resolve import LENGTHS, tokenizer_exists
 from depthlm.config.schema import Config, run_steps, warmup_steps
 from depthlm.config.validate.decoder import check_mechanism, check_shape
@@ -38,7 +39,7 @@ def check_together(config: Config, given: Set[str]) -> list[str]:
     given: the keys and groups that the overrides set.
     """
     return [
-        *_check_name(config),
+        *check_name(config.name),
         *check_shape(config),
         *_check_vocabulary(config, given),
         *check_mechanism(config),
@@ -52,13 +53,6 @@ def check_together(config: Config, given: Set[str]) -> list[str]:
         *_check_spread(config),
         *_check_data(config),
     ]
-
-
-def _check_name(config: Config) -> list[str]:
-    name = config.name
-    if name is None or (name.strip(". ") and "/" not in name and name.isprintable()):
-        return []
-    return [f"name={name}: must be the name of a folder; output_dir= sets the whole path of the run directory"]
 
 
 def check_steps(config: Config, steps: int) -> list[str]:
