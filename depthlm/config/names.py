@@ -118,7 +118,7 @@ def short_value(value: str) -> str:
     if NUMBER.fullmatch(value):
         number = Decimal(value).normalize()
         return min(f"{number:f}", f"{number:e}".replace("e+", "e"), key=len)
-    return value.strip("[]").rstrip("/").rpartition("/")[2] or value
+    return value.strip("[]'\"").rstrip("/").rpartition("/")[2] or value
 
 
 def mechanism_name(preset: str, overrides: Sequence[str]) -> str:
@@ -160,7 +160,7 @@ def _name(head: str, settings: Mapping[str, str]) -> str:
 def _part(name: str, value: str) -> str:
     text = _plain(short_value(value))
     if name not in keys() and "." not in name:
-        return text
+        return text or _plain(name)
     return f"{short_key(name)}{text}" if text[:1].isdigit() else f"{short_key(name)}-{text}"
 
 

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from depthlm.counts import count_text
+from depthlm.counts import count_text, duration_text
 from depthlm.report.comparison import difference_text
 from depthlm.report.experiment_report import first_line, picture, protocol_parts, state_line
 from depthlm.report.figures.loss_curves import Panel, draw_loss_curves
 from depthlm.report.rows import Measured, Row, measured, number, pooled, separated
 from depthlm.report.scaling_laws import NEEDS, curves, needed_text, savings
 from depthlm.report.sweep import Sweep
-from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, duration, markdown, number_text, plain
+from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, markdown, number_text, plain
 from depthlm.runs.records import COMPLETE, FAILED
 
 LEGEND = (
@@ -96,7 +96,7 @@ def runs_table(sweep: Sweep) -> Table:
                 number_text(number(run, "validation_loss"), 4),
                 number_text(number(run, "validation_perplexity"), 3),
                 number_text(number(run, "tokens_per_second"), 0),
-                duration(number(run, "wall_seconds")),
+                DASH if (seconds := number(run, "wall_seconds")) is None else duration_text(seconds),
                 str(run.directory),
             ]
             table.append(cells([run_label(sweep, row, seed), *texts]))

@@ -95,13 +95,3 @@ def signed_text(value: float | None, digits: int) -> str:
 def short_text(value: float | None, digits: int = 4) -> str:
     """Return a number with `digits` significant digits; a dash for None, nan or infinity."""
     return DASH if value is None or not math.isfinite(value) else f"{value:.{digits}g}"
-
-
-def duration(seconds: float | None) -> str:
-    """Return seconds as `2 h 05 min`, `3 min 20 s` or `12.3 s`; a dash for None."""
-    if seconds is None:
-        return DASH
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02d} min"

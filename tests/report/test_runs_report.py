@@ -8,7 +8,6 @@ import pytest
 from depthlm.errors import UserError
 from depthlm.report import report
 from depthlm.report.runs_report import distinguishing_settings, find_runs, short_names
-from depthlm.report.tables import duration
 from tests.runs.wandb_file import records
 
 from .made_up import is_png, row, write_run
@@ -25,7 +24,7 @@ def test_the_report_has_the_numbers_and_differing_settings() -> None:
     assert row(text, "vanilla, lr 0.1") == ["1", "3.0000", "–", "1M", "40K"]
     assert row(text, "vanilla, lr 0.2") == ["0 of 1", "missing", "–", "–", "–"]
     assert row(text, "vanilla, lr 0.1", 1) == [
-        "complete", "40", "3.0000", "3.0000", "20.086", "12,345", "1 min 39 s", "outputs/a/base",
+        "complete", "40", "3.0000", "3.0000", "20.086", "12,345", "2 min", "outputs/a/base",
     ]  # fmt: skip
     assert row(text, "vanilla, lr 0.2", 1)[:3] == ["failed", "20", "2.0108"]
     assert "- vanilla, lr 0.2 failed: ValueError: no" in text
@@ -125,10 +124,6 @@ def test_rows_are_named_by_the_settings_that_distinguish_the_runs() -> None:
         "connection.num_streams 4, lr 0.2",
     ]
     assert distinguishing_settings({"a": mhc, "b": mhc}) == {"a": {"run": "a"}, "b": {"run": "b"}}
-
-
-def test_durations_are_formatted_with_units() -> None:
-    assert [duration(value) for value in (None, 12.34, 98.7, 7500.0)] == ["–", "12.3 s", "1 min 39 s", "2 h 05 min"]
 
 
 def test_a_project_that_wandb_cannot_have_is_refused() -> None:
