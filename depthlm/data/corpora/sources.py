@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from depthlm.counts import counted
 from depthlm.data.corpora.formats import TextFile, is_records, split_codec
 from depthlm.data.settings import Data, Source
 from depthlm.errors import DataError
@@ -25,8 +24,6 @@ _METADATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "st
 _SIGNS = ("dataset_infos.json", "dataset_dict.json", ".cache/huggingface")
 # Names that a message shows of a longer list.
 _SHOWN = 3
-# Paths that an error about unreadable files has.
-_UNREADABLE = 20
 
 
 @dataclass(frozen=True)
@@ -176,7 +173,6 @@ def _local_files(name: str, source: Source) -> TextFiles:
         others["files that data.files does not match"] = [file.name for file in unmatched]
         # the default corpus is Python's standard library, of which no user chose the files
         unread = tuple(_notes(others)) if source.source else ()
-    _check_readable([*train, *(held_out or ())])
     stats = [(file.name, os.stat(file.location)) for file in (*train, *(held_out or ()))]
     description |= {"files": len(stats), "bytes": sum(stat.st_size for _, stat in stats)}
     description["listing"] = _digest([(name, stat.st_size) for name, stat in stats])
@@ -185,16 +181,6 @@ def _local_files(name: str, source: Source) -> TextFiles:
     state = _digest([(name, stat.st_mtime_ns) for name, stat in stats])
     times = _digest([(name, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats])
     return TextFiles(train, held_out, description, state, times, unread)
-
-
-def _check_readable(files: list[TextFile]) -> None:
-    """Raise DataError with all files that this user may not read."""
-    locations = [file.location for file in files if not os.access(file.location, os.R_OK)]
-    if locations:
-        more = f" and {len(locations) - _UNREADABLE:,} more" if len(locations) > _UNREADABLE else ""
-        where = f"{', '.join(locations[:_UNREADABLE])}{more}"
-        remedy = "Change their permissions (chmod), or leave them out with data.files."
-        raise DataError(f"{counted(len(locations), 'file')} that this user may not read", where, remedy)
 
 
 def _digest(listing: list[tuple[str | int, ...]]) -> str:

@@ -41,8 +41,6 @@ from depthlm.data.tokenizers import (
 from depthlm.errors import DataError
 from depthlm.files import sync
 
-# the folders whose files that cannot be read were named by an error of this process
-_NAMED: set[str] = set()
 _MAY_HAVE_CHANGED = "may have changed (the same names and sizes, but files were written, copied or renamed)"
 
 
@@ -171,10 +169,7 @@ class _Preparation:
         return self.folder
 
     def with_other_files(self, error: DataError) -> DataError:
-        """Return an error that names all files that cannot be read, if the given one is about one of them.
-
-        The points of a sweep meet the same files: from the second time on, the error only refers to the first.
-        """
+        """Return an error that names all files that cannot be read, if the given one is about one of them."""
         source, data = self.source, self.data
         if is_remote(source):
             return error
@@ -187,9 +182,6 @@ class _Preparation:
         reasons = list(first_mistakes(listed, *limits))
         if len(reasons) < 2:
             return error
-        if root in _NAMED:
-            return DataError(f"{len(reasons)} files cannot be read", root, "They are named above.")
-        _NAMED.add(root)
         skip = "" if skips_bad else ", or set data.on_bad_document=skip to skip and count bad documents"
         listing = "".join(f"\n  - {reason}" for reason in reasons)
         return DataError(f"{len(reasons)} files cannot be read", root, f"Fix or remove them{skip}:{listing}")

@@ -192,19 +192,6 @@ def test_missing_text_is_an_error(data: Data, message: str) -> None:
         list(docs(data))
 
 
-def test_all_files_that_may_not_be_read_are_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("a", "b", *(f"secret-{number:02}" for number in range(22))):
-        (tmp_path / f"{name}.txt").write_text("text")
-    # root may read every file
-    monkeypatch.setattr(os, "access", lambda path, mode: "secret" not in str(path))
-    with pytest.raises(DataError) as error:
-        text_files("mine", Data(name="mine", source=str(tmp_path), suffixes=[".txt"]))
-    assert error.value.what == "22 files that this user may not read"
-    assert str(error.value.where).startswith(f"{tmp_path}/secret-00.txt, {tmp_path}/secret-01.txt, ")
-    assert str(error.value.where).endswith(f"{tmp_path}/secret-19.txt and 2 more")
-    assert "data.files" in error.value.remedy
-
-
 def test_linked_folders_are_read_once_and_unusual_names_are_read(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "mirror").mkdir()

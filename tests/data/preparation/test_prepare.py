@@ -97,7 +97,7 @@ def test_a_renamed_corpus_is_not_prepared_again(local: Local, capsys: pytest.Cap
     assert prepare(local(name="renamed", vocab_size=290))["renamed"].name.startswith("renamed-")
 
 
-def test_all_files_that_cannot_be_read_are_named_at_once_and_only_once(local: Local, text_folder: Path) -> None:
+def test_all_files_that_cannot_be_read_are_named_at_once(local: Local, text_folder: Path) -> None:
     (text_folder / "part0/0.txt").write_bytes("Ω".encode("utf-16"))
     (text_folder / "part1/1.txt").write_bytes(b"\xff")
     (text_folder / "part1/4.txt").write_text("")
@@ -113,9 +113,6 @@ def test_all_files_that_cannot_be_read_are_named_at_once_and_only_once(local: Lo
         f"  - {text_folder}/part1/1.txt: the file is not UTF-8 (invalid start byte)\n"
         f"  - {broken}: cannot be read to its end (Not a gzipped file (b'no')). Download or copy the file again."
     )
-    # the next point of a sweep
-    with pytest.raises(DataError, match=r"^3 files cannot be read: .*/text\. They are named above\.$"):
-        prepare(data)
     # bad documents are skipped now, and the error is about the only file that cannot be read
     with pytest.raises(DataError, match=r"^cannot be read to its end .*2\.jsonl\.gz\. Download or copy"):
         prepare(dataclasses.replace(data, on_bad_document="skip"))
