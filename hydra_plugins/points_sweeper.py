@@ -27,6 +27,7 @@ class PointsSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
         """Launch every point in order and print the state of each. Exits with code 1 if a point failed."""
         # imported late: Hydra imports every plugin, even to print help
+        from depthlm.config.names import experiment_of
         from depthlm.report.command import show_results
         from depthlm.runs.records import COMPLETE, FAILED, WAITING, read_run
         from depthlm.sweeps.points import print_points
@@ -42,7 +43,8 @@ class PointsSweeper(Sweeper):
         # points that were refused: their directory contains a complete run with other settings, or nothing
         refused = [directory for directory in failed if read_run(directory).state in (COMPLETE, WAITING)]
         print_points(points, dict.fromkeys(refused, FAILED))
-        if len(points) > 1:
+        experiments = {experiment_of(point.overrides) for point in points}
+        if len(points) > 1 and experiments == {experiment_of(arguments)}:
             show_results(arguments, self.config_dir)
         if failed:
             sys.exit(1)

@@ -69,7 +69,7 @@ def test_an_invalid_configuration_is_a_problem() -> None:
 
 
 def test_the_checks_of_a_run_that_starts_are_made(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
-    items = by_name(small_run())
+    items = by_name([*small_run(), f"data.path={tmp_path}/tokens"])
     assert items["run directory"].value == f"{tmp_path}/run: the run starts from scratch"
     assert items["data of run"].value == "local: the run prepares local when it starts"
     assert " GiB estimated, " in items["memory of run"].value

@@ -5,11 +5,13 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
+from contextlib import suppress
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import NamedTuple
 
 from depthlm.config.keys import keys, on_resume
+from depthlm.counts import SCALES, parse_count
 
 # characters of a run's name, beyond which a hash stands for the remaining settings; characters of that hash
 LONGEST, HASH = 60, 6
@@ -17,12 +19,16 @@ LONGEST, HASH = 60, 6
 IMPORTANCE = ("model", "optimizer", "size", "backbone", "data", "schedule", "training", "precision", "init_from")
 # the sections whose keys have the shortest names: `lr` is that of the optimizer
 SHORTEST = ("optimizer", "schedule", "training", "data")
+# groups whose options say what they are
+BARE = ("model", "size", "data", "optimizer", "budget", "schedule", "precision", "deepspeed")
+# values that no other value is written like in a name: words, numbers, or a list of numbers
+EXACT = re.compile(r"[\w.+,]*|(\d+(\.\d+)?(e-\d+)?,?)+|\[[\d.,]*\]", re.ASCII)
 # what every name begins with
 LEADING = ("model", "size", "seed", "model.name", "size.name")
 
 
-# the text of a number that has several spellings
-NUMBER = re.compile(r"[+-]?(\d+\.\d*|\.?\d+(?=e))(e[+-]?\d{1,3})?", re.IGNORECASE)
+# powers of ten beyond which a number keeps its spelling
+FAR = 99
 
 
 class Leading(NamedTuple):
@@ -46,8 +52,8 @@ def run_directory(overrides: Sequence[str], defaults: Leading, name: str | None 
     """
     folder = Path("outputs", experiment_of(overrides) or "default")
     if name is not None:
-        return str(folder / name)
-    current, earlier = folder / run_name(overrides, defaults), folder / _earlier_name(overrides)
+        return str(folder / str(name))
+    current, earlier = folder / run_name(overrides, defaults), folder / earlier_name(overrides)
     return str(earlier if earlier.exists() and not current.exists() else current)
 
 
@@ -56,7 +62,7 @@ def run_name(overrides: Sequence[str], defaults: Leading = DEFAULTS) -> str:
 
     A hash ends it where these are too long, or where other settings could be written in the same way.
     """
-    given = by_name(overrides)
+    given = {name: normal_value(name, value) for name, value in by_name(overrides).items()}
     model = given.get("model.name") or mechanism_name(given.get("model", defaults.model), overrides)
     size = given.get("size.name") or given.get("size", defaults.size)
     return _name(str(Leading(model, size, given.get("seed", defaults.seed))), other_settings(overrides))
@@ -81,14 +87,14 @@ def derived_name(origin: str, before: Leading, after: Leading, overrides: Sequen
 
 def report_name(overrides: Sequence[str]) -> str:
     """Return the name of the folder of a report on a sweep, as in `report-vanilla-mhc-seed1-2`."""
-    given = {name: value for name, value in by_name(overrides).items() if on_resume(name) != "free"}
+    given = {name: normal_value(name, value) for name, value in by_name(overrides).items() if on_resume(name) != "free"}
     return _name("report", {name: given[name] for name in sorted(given, key=importance)})
 
 
 def other_settings(overrides: Sequence[str]) -> dict[str, str]:
     """Return the overrides that affect the result, but mechanism, size and seed, the most important first."""
     given = {
-        name: value
+        name: normal_value(name, value)
         for name, value in by_name(overrides).items()
         if on_resume(name) != "free" and name not in LEADING and not name.startswith("model/")
     }
@@ -109,21 +115,43 @@ def short_key(name: str) -> str:
 
 def setting_text(name: str, value: str) -> str:
     """Return a setting for a label: `muon` for the option of a group, `lr 1e-3` for a key."""
-    is_group = name not in keys() and "." not in name
-    return short_value(value) if is_group else f"{short_key(name)} {short_value(value)}"
+    return _named(name, short_value(normal_value(name, value)))
+
+
+def setting_texts(name: str, values: Sequence[str]) -> dict[str, str]:
+    """Return the text of each value of a setting for labels: the short ones, if these distinguish the values."""
+    short = {value: setting_text(name, value) for value in values}
+    return short if len({*short.values()}) == len(short) else {value: _named(name, value) for value in values}
 
 
 def short_value(value: str) -> str:
-    """Return a value without the folders of a path and the brackets of a list, and a number as `0.1` or `1e-3`."""
-    if NUMBER.fullmatch(value):
+    """Return a value without the folders of a path and without the brackets of a list."""
+    return value.strip("[]").rstrip("/").rpartition("/")[2] or value
+
+
+def normal_value(name: str, value: str) -> str:
+    """Return the value of a key or group in one spelling: without quotes, numbers as `0.1`, `1e-3`, 600 or 10M."""
+    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+        value = value[1:-1]
+    key = keys().get(name)
+    if key is not None and key.is_text:
+        return value
+    if value.lower() in ("true", "false", "null"):
+        return value.lower()
+    with suppress(ValueError):
+        count = parse_count(value)
+        unit = next((unit for unit in reversed(SCALES) if count and count % SCALES[unit] == 0), "")
+        return f"{count // SCALES[unit]}{unit}" if count >= 1_000_000 and unit else str(count)
+    with suppress(InvalidOperation):
         number = Decimal(value).normalize()
-        return min(f"{number:f}", f"{number:e}".replace("e+", "e"), key=len)
-    return value.strip("[]'\"").rstrip("/").rpartition("/")[2] or value
+        if number.is_finite() and abs(number.adjusted()) < FAR:
+            return min(f"{number:f}", f"{number:e}".replace("e+", "e"), key=len)
+    return value
 
 
 def mechanism_name(preset: str, overrides: Sequence[str]) -> str:
     """Return the name of a mechanism: `mhc+depth_attention`, or `dca,connection=mhc` for a modified preset."""
-    given = {name: value for name, value in by_name(overrides).items() if name.startswith("model/")}
+    given = {name: normal_value(name, value) for name, value in by_name(overrides).items() if name.startswith("model/")}
     # the connection comes before the attention
     parts = {name.rpartition("/")[2]: given[name] for name in sorted(given, reverse=True)}
     if preset != "vanilla":
@@ -143,10 +171,9 @@ def by_name(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _name(head: str, settings: Mapping[str, str]) -> str:
-    parts = [_part(name, value) for name, value in settings.items()]
+    parts = [part_of(name, value) for name, value in settings.items()]
     name = "-".join([head, *parts])
-    is_exact = all(re.fullmatch(r"[\w.+,-]*|\[[\w.+,-]*\]", value) for value in settings.values())
-    if is_exact and len(name) <= LONGEST:
+    if len(name) <= LONGEST and all(map(EXACT.fullmatch, settings.values())):
         return name
     text = "__".join(f"{name}-{value}" for name, value in sorted(settings.items()))
     shown = [head]
@@ -157,18 +184,28 @@ def _name(head: str, settings: Mapping[str, str]) -> str:
     return "-".join([*shown, hashlib.sha256(os.fsencode(text)).hexdigest()[:HASH]])
 
 
-def _part(name: str, value: str) -> str:
+def part_of(name: str, value: str) -> str:
+    """Return a setting as a part of a run's name, as in `lr1e-3`. value: a normal one."""
     text = _plain(short_value(value))
-    if name not in keys() and "." not in name:
-        return text or _plain(name)
-    return f"{short_key(name)}{text}" if text[:1].isdigit() else f"{short_key(name)}-{text}"
+    separator = "" if text[:1].isdigit() and name not in BARE and _is_key(name) else "-"
+    return _named(name, text, separator) or _plain(name)
+
+
+def _named(name: str, text: str, separator: str = " ") -> str:
+    """Return a value with the short name of its key; the options of most groups say what they are."""
+    label = short_key(name) if _is_key(name) else name.removeprefix("~")
+    return text if name in BARE else f"{label}{separator}{text}".rstrip(separator)
+
+
+def _is_key(name: str) -> bool:
+    return name in keys() or "." in name
 
 
 def _plain(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", text)
 
 
-def _earlier_name(overrides: Sequence[str]) -> str:
+def earlier_name(overrides: Sequence[str]) -> str:
     """Return the name that a run had by the rule of the first runs: all overrides, in the order of the alphabet."""
     parts = [f"{name}-{value}" for name, value in sorted(by_name(overrides).items()) if on_resume(name) != "free"]
     text = "__".join(parts) or "base"

@@ -148,7 +148,7 @@ def draw_mixing(matrices: Sequence[tuple[str, Array]]) -> Any:
     alike = len({len(matrix) for _, matrix in matrices}) == 1
     figure, axes = subplots(across, side * across + 2.2, (side + 0.35) * down + 1.2, rows=down)
     every = np.concatenate([matrix[np.isfinite(matrix)] for _, matrix in matrices])
-    norm = TwoSlopeNorm(1.0, min(0.0, every.min()), max(2.0, every.max()))
+    norm = TwoSlopeNorm(1.0, every.min(initial=0.0), every.max(initial=2.0))
     colours = matplotlib.colormaps["PuOr_r"].with_extremes(bad=NOTHING)
     for number, (place, (title, matrix)) in enumerate(zip(axes.flat, matrices, strict=False)):
         image = draw_grid(place, Grid(title, matrix, last_row="final read"), norm, colours)

@@ -13,7 +13,7 @@ from depthlm.errors import UserError
 from depthlm.files import replace_text
 from depthlm.locations import command
 from depthlm.report.comparison import comparison_tables
-from depthlm.report.experiment_report import experiment_report, state_line, warnings
+from depthlm.report.experiment_report import experiment_report, state_line, warnings, with_available_metric
 from depthlm.report.figures.loss_curves import panels_of
 from depthlm.report.runs_report import NO_DIFFERENCE, SETTINGS, find_runs, holds_run, runs_report
 from depthlm.report.sweep import read_sweep, with_baseline
@@ -99,10 +99,12 @@ def report_runs(
 def show_results(overrides: Sequence[str], config_dir: str | Path | None = None) -> None:
     """Print the table of a sweep's results, and the command that writes its whole report."""
     sweep = read_sweep(overrides, config_dir)
-    tables = [results_table(sweep)] if not sweep.experiment.name else next(iter(comparison_tables(sweep).values()))
-    console = stdout_console()
-    for table in tables:
+    console, is_free = stdout_console(), not sweep.experiment.name
+    available = with_available_metric(sweep)
+    for table in [results_table(sweep)] if is_free else next(iter(comparison_tables(available).values())):
         show(table, console)
+    for line in [] if is_free else warnings(sweep):
+        console.print(line, markup=False, soft_wrap=True)
     texts = [*overrides, *([f"--config-dir={config_dir}"] if config_dir is not None else [])]
     console.print(f"{REPORT_COMMAND} {shlex.join(texts)}", markup=False, highlight=False, soft_wrap=True)
 

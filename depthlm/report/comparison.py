@@ -91,7 +91,7 @@ def _best(sweep: Sweep, column: Column) -> set[str]:
     """Return the labels of the rows that are the best of their task, where the seeds separate them from the others."""
     if column.metric in FACTS:
         return set()
-    return {label for group in sweep.compared() if (label := separated(group, column)) is not None}
+    return {label for group in sweep.tasks if (label := separated(group, column)) is not None}
 
 
 def _papers(sweep: Sweep, name: str) -> list[Cell]:

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from statistics import mean, stdev
 
 from depthlm.config.experiment import Column
-from depthlm.config.names import setting_text
-from depthlm.config.schema import Config
+from depthlm.config.names import setting_texts
 from depthlm.counts import parse_count
 from depthlm.runs.records import COMPLETE, RunRecord, read_run
 from depthlm.sweeps.points import Point
@@ -37,7 +36,7 @@ class Row:
     @property
     def seeds(self) -> list[str]:
         """The seed of each run."""
-        return [point.seed or str(Config().seed) for point in self.points]
+        return [point.seed or point.defaults.seed for point in self.points]
 
     @property
     def any_complete(self) -> bool:
@@ -101,14 +100,23 @@ def gather(points: Sequence[Point], read: Callable[[str], RunRecord] = read_run)
         Row(members, [read(point.directory) for point in members], members[0].parts or {"model": members[0].mechanism})
         for members in groups.values()
     ]
-    return [replace(row, parts=row.parts | _distinguishing(row, rows)) for row in rows]
+    return with_unique_labels([replace(row, parts=row.parts | _distinguishing(row, rows)) for row in rows])
+
+
+def with_unique_labels(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with a number in the labels that several of them have, since numbers are looked up by label."""
+    labels = [row.label for row in rows]
+    return [
+        row if labels.count(row.label) == 1 else replace(row, parts=row.parts | {"row": f"row {number}"})
+        for number, row in enumerate(rows)
+    ]
 
 
 def _distinguishing(row: Row, rows: Sequence[Row]) -> dict[str, str]:
     """Return the settings in which a row differs from others with the same label, as parts of its label."""
     alike = [other.settings for other in rows if other.label == row.label]
     return {
-        name: setting_text(name, value)
+        name: setting_texts(name, [settings.get(name, "") for settings in alike])[value]
         for name, value in sorted(row.settings.items())
         if any(settings.get(name) != value for settings in alike)
     }
@@ -157,9 +165,10 @@ def separated(rows: Sequence[Row], column: Column) -> str | None:
     label = (min if column.better == "lower" else max)(numbers, key=lambda label: numbers[label])
     best = next(row for row in rows if row.label == label)
     others = [row for row in rows if row is not best and row.label in numbers]
+    sign = 1 if column.better == "lower" else -1
     differences = pooled([difference(row, best, column) for row in others])
-    intervals = [(d.mean, d.interval) for d in differences if d is not None and d.count]
-    is_clear = len(intervals) == len(others) and all(half is not None and abs(mean) > half for mean, half in intervals)
+    intervals = [(sign * d.mean, d.interval) for d in differences if d is not None and d.count]
+    is_clear = len(intervals) == len(others) and all(half is not None and worse > half for worse, half in intervals)
     return label if is_clear else None
 
 

@@ -12,10 +12,10 @@ from depthlm.config.names import importance, setting_text, short_value
 from depthlm.errors import UserError
 from depthlm.report.figures.loss_curves import LossCurve, Panel, names_of, titled
 from depthlm.report.figures.style import mechanism_of_run
-from depthlm.report.rows import Row
+from depthlm.report.rows import Row, with_unique_labels
 from depthlm.report.sweep import LOSS, Sweep, with_baseline
 from depthlm.report.sweep_report import sweep_report
-from depthlm.report.tables import DASH, Table, cells
+from depthlm.report.tables import DASH, Table, cells, plain
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.listing import run_folders
 from depthlm.runs.records import RunRecord, read_run, recorded_settings
@@ -77,44 +77,53 @@ def runs_report(runs: Sequence[RunRecord], folder: Path, baseline: str | None = 
 
     Raises OSError; UserError if no run is the baseline.
     """
-    sweep = with_baseline(sweep_of_runs(runs), baseline)
+    readable = [run for run in runs if recorded_settings(run.directory)]
+    sweep = with_baseline(sweep_of_runs(readable or runs), baseline)
     settings = {row.label: _recorded(row) for row in sweep.rows}
     tables = difference_tables({label: config for label, config in settings.items() if config})
-    return sweep_report(sweep, folder, panels_by_size(sweep.rows, settings), tables)
+    text, shown = sweep_report(sweep, folder, panels_by_size(sweep.rows, settings), tables)
+    unread = [str(run.directory) for run in runs if run not in readable]
+    note = (
+        f"No readable config.yaml, so not in the table: {plain(', '.join(unread))}.\n\n" if unread and readable else ""
+    )
+    return text.replace("**Results**", f"{note}**Results**", 1), shown
 
 
 def sweep_of_runs(runs: Sequence[RunRecord]) -> Sweep:
     """Return these runs as a sweep; those that differ only in the seed form one row."""
     names = short_names([run.directory for run in runs])
     configs = [recorded_settings(run.directory) for run in runs]
-    groups: dict[tuple[str, int], list[int]] = {}
+    identities: dict[str, list[list[int]]] = {}
     for number, config in enumerate(configs):
         shared = {key: value for key, value in config.items() if key != "seed" and on_resume(key) != "free"}
-        identity = repr(sorted(shared.items())) if config else names[number]
-        same_seed = [seeds for (other, _), seeds in groups.items() if other == identity]
+        groups = identities.setdefault(repr(sorted(shared.items())) if config else names[number], [])
+        seed = config.get("seed")
         # a second run of one seed has a row of its own
-        copy = sum(any(configs[member].get("seed") == config.get("seed") for member in seeds) for seeds in same_seed)
-        groups.setdefault((identity, copy), []).append(number)
-    members = list(groups.values())
-    labels = distinguishing_settings({names[first]: configs[first] for first, *_ in members})
-    rows = [
-        Row(
-            [_point(configs[number], labels[names[group[0]]]) for number in group],
-            [runs[number] for number in group],
-            labels[names[group[0]]],
-        )
-        for group in members
-    ]
-    return Sweep(Experiment(), rows, LOSS, [], [])
+        group = next((group for group in groups if all(configs[member].get("seed") != seed for member in group)), None)
+        if group is None:
+            groups.append([number])
+        else:
+            group.append(number)
+    labels = distinguishing_settings({names[groups[0][0]]: configs[groups[0][0]] for groups in identities.values()})
+    rows = []
+    for groups in identities.values():
+        for group in groups:
+            parts = labels[names[groups[0][0]]]
+            given = configs[group[0]].get("name")
+            if given and len(group) == 1:
+                parts = {"name": str(given)}
+            elif len(groups) > 1 and len(group) == 1:
+                parts = parts | {"run": names[group[0]]}
+            points = [_point(configs[number], parts) for number in group]
+            rows.append(Row(points, [runs[number] for number in group], parts))
+    return Sweep(Experiment(), with_unique_labels(rows), LOSS, [], [])
 
 
 def _point(config: Mapping[str, Any], parts: dict[str, str]) -> Point:
     """Return the point of a run with these settings, without overrides."""
-    settings = {
-        key.removesuffix(".name"): override_text(value) for key, value in config.items() if key.endswith(".name")
-    }
+    groups = {key.removesuffix(".name"): override_text(value) for key, value in config.items() if key.endswith(".name")}
     fixed = {key: override_text(value) for key, value in config.items() if on_resume(key) == "fixed"}
-    return Point([], settings | fixed, parts)
+    return Point([], groups | fixed, parts)
 
 
 def _recorded(row: Row) -> dict[str, Any]:
@@ -157,13 +166,11 @@ def short_names(directories: Sequence[Path]) -> list[str]:
 def distinguishing_settings(configs: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
     """Return the parts of a label for each run: the settings that distinguish all of them, else the names of the runs.
 
-    A user's name for a run is its label. A group is represented by its option, as in `mhc, lr 0.01`.
+    A group is represented by its option, as in `mhc, lr 0.01`.
     """
     values = list(configs.values())
     if len(values) == 1 and "model.name" in values[0]:
         return {run: {"model": str(config["model.name"])} for run, config in configs.items()}
-    if all(config.get("name") for config in values) and len({config["name"] for config in values}) == len(values):
-        return {run: {"name": str(config["name"])} for run, config in configs.items()}
     different = differing_settings(values)
     labels: dict[str, dict[str, str]] = {run: {} for run in configs}
     for key in sorted(different, key=lambda key: (not key.endswith(".name"), importance(key))):
@@ -221,8 +228,8 @@ def _follows(key: str, values: Sequence[Any], models: Sequence[Any]) -> bool:
     """Return whether a setting of a mechanism has the same value in all runs of each mechanism, so its name says it."""
     if not key.startswith(("model.connection.", "model.attention.")):
         return False
-    by_model = dict(zip(models, values, strict=True))
-    return all(by_model[model] == value for model, value in zip(models, values, strict=True))
+    by_model = {repr(model): value for model, value in zip(models, values, strict=True)}
+    return all(by_model[repr(model)] == value for model, value in zip(models, values, strict=True))
 
 
 def _value_text(value: Any) -> str:

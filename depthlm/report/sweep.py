@@ -9,7 +9,7 @@ from depthlm.config.compose import compose_anywhere
 from depthlm.config.errors import ConfigError, listed, nearest
 from depthlm.config.experiment import Column, Experiment
 from depthlm.config.keys import on_resume
-from depthlm.config.names import by_name, experiment_of, short_value
+from depthlm.config.names import by_name, experiment_of, normal_value, short_key
 from depthlm.config.schema import Config
 from depthlm.counts import count_text
 from depthlm.errors import UserError
@@ -80,7 +80,8 @@ class Sweep:
 
     def series_of(self, row: Row) -> str:
         """Return a row's value of the experiment's `series`, or its mechanism where it has no such setting."""
-        return row.settings.get(self.experiment.series, row.points[0].mechanism)
+        mechanism = row.points[0].mechanism
+        return mechanism if self.experiment.series == "model" else row.settings.get(self.experiment.series, mechanism)
 
     @property
     def series(self) -> list[Series]:
@@ -101,7 +102,8 @@ class Sweep:
     def is_baseline(self, row: Row) -> bool:
         """Return whether the others are compared with a row: the experiment names its series, or its label."""
         baseline = self.experiment.baseline
-        return row.label == baseline or short_value(self.series_of(row)) == short_value(baseline)
+        series = self.experiment.series
+        return row.label == baseline or normal_value(series, self.series_of(row)) == normal_value(series, baseline)
 
     def task_of(self, row: Row) -> dict[str, str]:
         """Return what a row is compared at: its task's name, or the settings that define its task."""
@@ -124,6 +126,14 @@ class Sweep:
         if not baselines:
             return next(iter(alike), None)
         return max(alike, key=lambda other: len(row.settings.items() & other.settings.items()), default=None)
+
+    @property
+    def tasks(self) -> list[list[Row]]:
+        """The rows in groups of one task."""
+        groups: dict[Hashable, list[Row]] = {}
+        for row in self.rows:
+            groups.setdefault(frozenset(self.task_of(row).items()), []).append(row)
+        return list(groups.values())
 
     def compared(self) -> list[list[Row]]:
         """Return the rows in groups: those that are compared with one row, and those of one task without any."""
@@ -212,13 +222,16 @@ def with_baseline(sweep: Sweep, baseline: str | None) -> Sweep:
     """
     if baseline is None:
         return sweep
-    series, _, value = baseline.rpartition("=")
-    experiment = replace(sweep.experiment, series=series or sweep.experiment.series, baseline=value)
-    result = replace(sweep, experiment=experiment)
-    if not any(map(result.is_baseline, result.rows)):
-        labels = [row.label for row in sweep.rows]
-        raise UserError(f"baseline={baseline}: no such row; allowed: {listed(labels)}{nearest(baseline, labels)}")
-    return result
+    named = replace(sweep, experiment=replace(sweep.experiment, baseline=baseline))
+    if any(map(named.is_baseline, named.rows)):
+        return named
+    key, _, value = baseline.partition("=")
+    for series in {name: None for row in sweep.rows for name in row.settings if key in (name, short_key(name))}:
+        by_setting = replace(sweep, experiment=replace(sweep.experiment, series=series, baseline=value))
+        if any(map(by_setting.is_baseline, by_setting.rows)):
+            return by_setting
+    labels = [row.label for row in sweep.rows]
+    raise UserError(f"baseline={baseline}: no such row; allowed: {listed(labels)}{nearest(baseline, labels)}")
 
 
 def _compose_rows(rows: Sequence[Row], config_dir: str | Path | None) -> list[Config]:

@@ -9,14 +9,15 @@ from depthlm.report.experiment_report import first_line, picture, protocol_parts
 from depthlm.report.figures.loss_curves import Panel, draw_loss_curves
 from depthlm.report.rows import Measured, Row, measured, number, pooled, separated
 from depthlm.report.scaling_laws import NEEDS, curves, needed_text, savings
-from depthlm.report.sweep import Sweep
+from depthlm.report.sweep import Difference, Sweep
 from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, markdown, number_text, plain
 from depthlm.runs.records import COMPLETE, FAILED
 
 LEGEND = (
-    "Loss: mean over the complete seeds ± half of its 95% interval. Difference: between runs with the same seed, with "
-    "its 95% interval. Both intervals are by Student's t; the variance between seeds is pooled over the rows. Bold: "
-    "the best, where the intervals of its differences from all others exclude 0."
+    "Loss: mean over the complete seeds ± half of its 95% interval. Difference: between runs with the same seed and "
+    "otherwise the same settings, with its 95% interval. Both intervals are by Student's t. The variance between seeds "
+    "is pooled: of losses over the rows of one task, such as a size, of differences over those of one mechanism. Bold: "
+    "the best of a task, where the intervals of its differences from all others exclude 0."
 )
 
 
@@ -58,10 +59,12 @@ def results_table(sweep: Sweep) -> Table:
     Where the baseline's sizes determine a law, a column has the compute that it needs for the same loss.
     """
     column = sweep.first[1]
-    losses = dict(zip(_labels(sweep), pooled([measured(row, column) for row in sweep.rows]), strict=True))
-    differences = {entry.row.label: entry for entry in sweep.differences()}
+    losses: dict[str, Measured | None] = {}
+    for rows in sweep.tasks:
+        losses |= zip([row.label for row in rows], pooled([measured(row, column) for row in rows]), strict=True)
+    differences = {entry.row.label: entry for entry in sweep.differences() if _is_alike(sweep, entry)}
     needs = {entry.size.row.label: entry.needs["compute"] for entry in savings(sweep, curves(sweep))}
-    best = {label for rows in sweep.compared() if (label := separated(rows, column)) is not None}
+    best = {label for rows in sweep.tasks if (label := separated(rows, column)) is not None}
     head = ["", "seeds", "validation loss ↓"]
     if differences:
         references = {entry.reference.label for entry in differences.values() if entry.reference is not None}
@@ -109,8 +112,19 @@ def run_label(sweep: Sweep, row: Row, seed: str) -> str:
     return f"{row.label}, seed {seed}" if several else row.label
 
 
-def _labels(sweep: Sweep) -> list[str]:
-    return [row.label for row in sweep.rows]
+def _is_alike(sweep: Sweep, entry: Difference) -> bool:
+    """Return whether a row differs from its reference in the series or the mechanism alone."""
+    if entry.reference is None:
+        return False
+    row, reference = (
+        {
+            name: value
+            for name, value in settings.items()
+            if name != sweep.experiment.series and not name.startswith("model")
+        }
+        for settings in (entry.row.settings, entry.reference.settings)
+    )
+    return row == reference
 
 
 def _rank(loss: Measured | None) -> tuple[bool, float]:

@@ -122,9 +122,14 @@ class _TimedRow(NamedTuple):
 
 
 def _timed_rows(run: RunRecord) -> list[_TimedRow]:
-    rows, before = [], 0.0
+    rows: list[_TimedRow] = []
+    before = 0.0
     for row in run.rows:
         tokens, speed = finite(row.get("tokens")), finite(row.get("tokens_per_second"))
+        updates = row.get("interval_updates")
+        if not rows and type(updates) is int and tokens and 0 < updates < row["step"]:
+            # a fork has no rows of the steps before it
+            before = tokens * (1 - updates / row["step"])
         if row["step"] and tokens and speed and tokens > before and speed > 0:
             rows.append(_TimedRow(row["step"], tokens - before, (tokens - before) / speed))
             before = tokens

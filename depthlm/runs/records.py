@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -166,44 +166,52 @@ def training_loss(row: Mapping[str, Any]) -> float | None:
 def interval_losses(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, float | None]]:
     """Return the mean training loss of each logging interval with the tokens at its middle; None for a gap.
 
-    So that all points are means over about as many steps, the first step joins the interval after it, and a last
-    interval that is shorter than the others joins the one before it. A row inside an interval, from a stop by a signal
-    or the clock, is left out: the mean of the interval contains its steps.
+    So that all points are means over about as many updates, a short interval, as a checkpoint or the end of a run makes
+    it, joins one beside it. A row inside an interval, from a stop by a signal, is left out: a later row contains it.
     """
-    logged = [row for row in rows if finite(row.get("tokens")) is not None and row["step"] > 0]
-    lengths = sorted(row["step"] - last["step"] for last, row in pairwise(logged))
-    usual = max(1, lengths[len(lengths) // 2]) if lengths else 1
+    intervals = list(_intervals([row for row in rows if finite(row.get("tokens")) is not None and row["step"] > 0]))
+    kept = [
+        part for part, later in zip_longest(intervals, intervals[1:]) if later is None or later.start > part.start + 0.5
+    ]
+    sizes = sorted(part.updates for part in kept if part.loss is not None)
+    usual = sizes[len(sizes) // 2] if sizes else 0
     points: list[_Interval] = []
-    # a fork has no rows of the steps before it
-    end = logged[0]["step"] - min(logged[0]["step"], usual) if logged else 0
-    first: Mapping[str, Any] | None = None
-    for row in logged:
-        steps, loss = row["step"] - end, training_loss(row)
-        per_step = row["tokens"] / row["step"]
-        if 0 < steps < usual and row is not logged[-1]:
-            first = row if row is logged[0] else first
-            continue
-        alone = None if first is None else training_loss(first)
-        if loss is not None and first is not None and alone is not None:
-            before = first["step"] - end
-            loss = (alone * before + loss * (steps - before)) / steps
-        first, last = None, points[-1] if points else None
-        if steps < usual and loss is not None and last is not None and last.loss is not None:
-            loss = (last.loss * last.steps + loss * steps) / (last.steps + steps)
-            points[-1] = _Interval(last.start, row["tokens"], last.steps + steps, loss)
-        else:
-            points.append(_Interval(per_step * end, row["tokens"], steps, loss))
-        end = row["step"]
+    for part in kept:
+        is_last = part is kept[-1] and part.updates < usual
+        if points and None not in (points[-1].loss, part.loss) and (points[-1].updates < usual or is_last):
+            part = points.pop().joined(part)
+        points.append(part)
     return [((point.start + point.end) / 2, point.loss) for point in points]
 
 
 class _Interval(NamedTuple):
-    """Steps between two numbers of tokens, and the mean loss over them."""
+    """Between two numbers of tokens, the mean loss over its updates; None without any."""
 
     start: float
     end: float
-    steps: int
+    updates: int
     loss: float | None
+
+    def joined(self, after: "_Interval") -> "_Interval":
+        """Return the interval that contains this one and the one after it."""
+        updates = self.updates + after.updates
+        assert self.loss is not None
+        assert after.loss is not None
+        return _Interval(
+            self.start, after.end, updates, (self.loss * self.updates + after.loss * after.updates) / updates
+        )
+
+
+def _intervals(rows: Sequence[Mapping[str, Any]]) -> Iterator[_Interval]:
+    """Yield what each row is the mean of; a row without `interval_updates` begins where the one before it ends."""
+    before = 0
+    for row in rows:
+        step, loss, updates = row["step"], training_loss(row), row.get("interval_updates")
+        if type(updates) is not int or loss is None:
+            updates = max(1, step - before)
+        start = max(0, step - updates) * row["tokens"] / step
+        yield _Interval(start, row["tokens"], updates, loss)
+        before = step
 
 
 def row_of(line: str | bytes) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ from depthlm.config.names import (
     importance,
     mechanism_name,
     run_directory,
-    setting_text,
+    setting_texts,
 )
 from depthlm.config.resolve import leading
 from depthlm.config.schema import Config
@@ -133,18 +133,21 @@ def _named(points: list[Point]) -> list[Point]:
     """Return points without an experiment, named by the settings that vary in the sweep."""
     names = {name: None for point in points for name in point.settings if name not in ("seed", "output_dir", "name")}
     varying = [name for name in names if len({point.settings.get(name) for point in points}) > 1]
-    mechanisms = [name for name in names if name.startswith("model/")]
-    result = []
-    for point in points:
-        parts = {
-            name: setting_text(name, point.settings[name])
-            for name in sorted(varying, key=importance)
-            if name in point.settings and name not in mechanisms
-        }
-        if "model" not in parts and (not parts or {*mechanisms} & {*varying}):
-            parts = {"model": point.mechanism} | parts
-        result.append(replace(point, parts=parts))
-    return result
+    texts = {
+        name: setting_texts(name, [point.settings[name] for point in points if name in point.settings])
+        for name in sorted(varying, key=importance)
+        if name != "model" and not name.startswith("model/")
+    }
+    # a mechanism is a preset, or the parts that replace those of one
+    has_mechanism = len({point.mechanism for point in points}) > 1 or not texts
+    return [
+        replace(
+            point,
+            parts=({"model": point.mechanism} if has_mechanism else {})
+            | {name: by_value[point.settings[name]] for name, by_value in texts.items() if name in point.settings},
+        )
+        for point in points
+    ]
 
 
 def check_points(

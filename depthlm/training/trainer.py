@@ -218,6 +218,7 @@ class Trainer:
             "tokens": self.progress.tokens,
             "loss": finite(step.nll / self.plan.tokens_per_step),
             "mean_loss": self.progress.mean_loss,
+            "interval_updates": self.progress.interval_updates,
             "learning_rate": step.learning_rate,
             "grad_norm": finite(self.engine.grad_norm()),
             "tokens_per_second": tokens_per_second,

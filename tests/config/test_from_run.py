@@ -175,6 +175,10 @@ def test_the_name_of_a_derived_run_begins_with_that_of_its_origin() -> None:
     assert from_run("model=mhc", "optimizer.lr=0.1", run="runs/mine").output_dir == "runs/mine-mhc-lr0.1"
     save("runs/vanilla-tiny-seed2-lr0.2", "seed=2", "optimizer.lr=0.2")
     assert from_run("seed=3", run="runs/vanilla-tiny-seed2-lr0.2").output_dir == "runs/vanilla-tiny-seed3-lr0.2"
+    again = from_run("optimizer.lr=0.3", run="runs/vanilla-tiny-seed2-lr0.2").output_dir
+    assert again == "runs/vanilla-tiny-seed2-lr0.3"
+    Path("runs/mine__seed-2").mkdir()
+    assert from_run("seed=2", run="runs/mine").output_dir == "runs/mine__seed-2"
 
 
 def test_a_run_that_derives_from_a_named_one_does_not_have_its_name() -> None:

@@ -14,11 +14,12 @@ from depthlm.config.names import (
     DEFAULTS,
     LONGEST,
     Leading,
+    normal_value,
     run_directory,
     run_name,
     setting_text,
+    setting_texts,
     short_key,
-    short_value,
 )
 from depthlm.config.resolve import leading
 
@@ -90,23 +91,52 @@ def test_settings_have_short_texts() -> None:
         setting_text("data.source", "/a/b/"),
     ]
     assert texts == ["muon", "lr 1e-3", "source b"]
+    same_end = setting_texts("data.source", ["/a/b", "/c/b"])
+    assert same_end == {"/a/b": "source /a/b", "/c/b": "source /c/b"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (["data=lm1b"], ["backbone=lm1b"]),
+        (["data.revision=1.1"], ["data.revision=1.10"]),
+        (["data.suffixes=[a,b]"], ["data.suffixes=[a-b]"]),
+        (["model.connection.n=2"], ["model.attention.n=2"]),
+    ],
+)
+def test_different_overrides_have_different_names(first: list[str], second: list[str]) -> None:
+    assert run_name(first) != run_name(second)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (["model='mhc'", 'seed="2"'], ["model=mhc", "seed=2"]),
+        (["++size.tied_embeddings=True"], ["size.tied_embeddings=true"]),
+        (["data.name='abc'"], ["data.name=abc"]),
+    ],
+)
+def test_a_setting_has_one_name_in_every_spelling(first: list[str], second: list[str]) -> None:
+    assert run_name(first) == run_name(second)
 
 
 @pytest.mark.parametrize(
     ("spellings", "text"),
     [
         (("0.001", "1e-3", "1E-03", "0.0010", "1.0e-3"), "1e-3"),
-        (("0.1", "1e-1", "0.10"), "0.1"),
+        (("0.1", "1e-1", "0.10", ".1"), "0.1"),
         (("3e-05", "0.00003"), "3e-5"),
         (("-2.5",), "-2.5"),
-        (("1e5", "1e+5"), "1e5"),
+        (("1e5", "1e+5", "100000"), "100000"),
         (("600",), "600"),
-        (("10B",), "10B"),
+        (("10B", "10_000_000_000", "10000M"), "10B"),
+        (("10k", "10000"), "10000"),
         (("1.0",), "1"),
     ],
 )
 def test_a_number_has_the_same_text_in_every_spelling(spellings: tuple[str, ...], text: str) -> None:
-    assert {short_value(value) for value in spellings} == {text}
+    assert {normal_value("optimizer.lr", value) for value in spellings} == {text}
+    assert len({run_name([f"optimizer.lr={value}", "data.source=/a/b"]) for value in spellings}) == 1
 
 
 def test_a_run_of_the_earlier_rule_keeps_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,8 @@ def test_a_run_writes_the_documented_files(small_run: Overrides, tmp_path: Path,
         assert (directory / name).stat().st_size > 0
     assert (directory / "checkpoints/latest").read_text() == "step-00000020\n"
     rows = list(read_metrics(directory / "metrics.jsonl"))
-    names = {"step", "tokens", "loss", "mean_loss", "learning_rate", "grad_norm", "loss_scale", "tokens_per_second",
+    names = {"step", "tokens", "loss", "mean_loss", "interval_updates", "learning_rate", "grad_norm", "loss_scale",
+             "tokens_per_second",
              "mfu", "data_seconds", "peak_memory_gib"}  # fmt: skip
     assert all(names <= row.keys() for row in rows)
     assert [row["step"] for row in rows if "validation/local/loss" in row] == [10, 20]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from depthlm.config.experiment import Column, Experiment
-from depthlm.report.rows import Measured, Row, by_seed, difference, gather, measured, number, paper, pooled
+from depthlm.report.rows import Measured, Row, by_seed, difference, gather, measured, number, paper, pooled, separated
 from depthlm.report.sweep import Sweep
 from depthlm.runs.records import read_run
-from depthlm.sweeps.points import Point
+from depthlm.sweeps.points import Point, sweep_points
 
 from .made_up import STEPS, write_run
 
@@ -189,3 +189,19 @@ def test_a_difference_without_a_common_seed_gets_no_interval() -> None:
     numbers = pooled([Measured(-0.1, 0.01, 3), Measured(-0.5, None, 0)])
     assert numbers[0].interval is not None
     assert numbers[1] == Measured(-0.5, None, 0)
+
+
+def test_the_best_row_is_better_at_every_common_seed() -> None:
+    losses = {"a": {1: 3.0, 2: 3.1}, "b": {1: 2.9, 2: 3.001, 3: 3.6}}
+    for name, by_number in losses.items():
+        for seed, loss in by_number.items():
+            write_run(home(f"{name}-{seed}"), loss)
+    points = [point(name, f"{name}-{seed}", model=name, seed=str(seed)) for name, of in losses.items() for seed in of]
+    # the mean of b is higher because of its third seed, but b is lower at the other two
+    assert separated(rows(*points), LOSS) is None
+    assert separated(rows(*(point for point in points if point.seed != "3")), LOSS) == "b"
+
+
+def test_rows_whose_settings_look_alike_have_labels_of_their_own() -> None:
+    labels = [row.label for row in gather(sweep_points(["data=local", "data.source=/a/train,/b/train"]))]
+    assert labels == ["source /a/train", "source /b/train"]

@@ -47,7 +47,23 @@ def test_runs_that_differ_only_in_the_seed_form_one_row() -> None:
 def test_a_second_run_of_a_seed_has_a_row_of_its_own() -> None:
     for folder in ("outputs/a", "outputs/b"):
         write_run(folder)
-    assert row(report(["outputs"]).read_text(), "b")[0] == "1"
+    assert row(report(["outputs"]).read_text(), "vanilla, b")[0] == "1"
+
+
+def test_a_copy_of_a_run_does_not_change_the_labels_of_others() -> None:
+    for folder, model, seed in (("a", "mhc", 1), ("b", "mhc", 2), ("copy", "mhc", 1), ("c", "vanilla", 1)):
+        write_run(f"outputs/{folder}", config={"seed": seed, "model": {"name": model}})
+    text = report(["outputs"]).read_text()
+    assert [row(text, label)[0] for label in ("mhc", "mhc, copy", "vanilla")] == ["2", "1", "1"]
+
+
+def test_a_run_without_a_readable_configuration_is_compared_with_none() -> None:
+    write_run("outputs/mhc", 3.0, config={"model": {"name": "mhc"}})
+    write_run("outputs/dca", 2.9, config={"model": {"name": "dca"}})
+    (write_run("outputs/broken", 4.0) / "config.yaml").write_text("a: [")
+    text = report(["outputs"]).read_text()
+    assert "No readable config.yaml, so not in the table: outputs/broken." in text
+    assert "4.0000" not in text
 
 
 def test_a_named_run_is_called_by_its_name() -> None:

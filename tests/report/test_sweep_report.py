@@ -1,9 +1,11 @@
 """The table of results of a sweep without an experiment."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
+from depthlm.errors import UserError
 from depthlm.report.sweep import read_sweep, with_baseline
 from depthlm.report.sweep_report import results_table, runs_table
 from depthlm.report.tables import Table
@@ -54,3 +56,31 @@ def test_the_seeds_are_counted_and_their_interval_is_pooled() -> None:
 @pytest.mark.parametrize("overrides", [["model=vanilla,mhc"], ["seed=1,2"]])
 def test_a_sweep_that_has_not_begun_has_a_table(overrides: list[str]) -> None:
     assert {cells[1] for cells in lines(results_table(read_sweep(overrides))).values()} == {"missing"}
+
+
+def test_a_row_is_compared_only_where_the_baseline_has_its_settings() -> None:
+    overrides = ["model=vanilla,mhc", "optimizer.lr=1e-3,2e-3"]
+    for point in sweep_points(overrides):
+        write_run(point.directory, 3.0)
+    sweep = read_sweep([*overrides[:1], "optimizer.lr=1e-3,2e-3"])
+    assert lines(results_table(sweep))["mhc, lr 2e-3"][2] == "0.0000"
+    only_mhc = replace(sweep, rows=[row for row in sweep.rows if row.label != "vanilla, lr 2e-3"])
+    assert lines(results_table(only_mhc))["mhc, lr 2e-3"][2] == "–"
+
+
+def test_parts_of_a_mechanism_are_rows_of_their_own() -> None:
+    overrides = ["model=vanilla", "model/connection=mhc,residual"]
+    for point, loss in zip(sweep_points(overrides), (2.9, 3.0), strict=True):
+        write_run(point.directory, loss)
+    assert lines(results_table(read_sweep(overrides)))["mhc"][2] == "-0.1000"
+
+
+def test_the_baseline_is_a_label_a_mechanism_or_a_setting() -> None:
+    sweep = read_sweep(["model=dca", "model/connection=mhc,residual"])
+    assert with_baseline(sweep, "dca,connection=mhc").experiment.baseline == "dca,connection=mhc"
+    rates = read_sweep(["optimizer.lr=1e-3,3e-3"])
+    for text in ("lr 1e-3", "lr=0.001", "optimizer.lr=1e-3"):
+        assert [row.label for row in rates.rows if with_baseline(rates, text).is_baseline(row)] == ["lr 1e-3"]
+    for text in ("typo.key=1e-3", "nothing=vanilla", "lr=5"):
+        with pytest.raises(UserError, match="no such row"):
+            with_baseline(rates, text)

@@ -80,29 +80,39 @@ def test_damaged_files_affect_only_their_own_numbers(
     assert "2.5000" in capsys.readouterr().out
 
 
-def logged(*rows: tuple[int, float | None]) -> list[dict[str, Any]]:
-    return [{"step": step, "tokens": 100 * step, "mean_loss": loss} for step, loss in rows]
+def logged(*rows: tuple[int, float | None, int | None]) -> list[dict[str, Any]]:
+    """Rows of a step, its mean loss and the number of updates in the mean."""
+    return [
+        {"step": step, "tokens": 100 * step, "mean_loss": loss, "interval_updates": updates}
+        for step, loss, updates in rows
+    ]
 
 
 @pytest.mark.parametrize(
     ("rows", "points"),
     [
         ([], []),
-        (logged((10, 5.0), (20, 4.0)), [(500, 5.0), (1500, 4.0)]),
-        # the first step joins the interval after it, weighted by its steps
-        (logged((1, 9.0), (10, 4.0), (20, 4.0), (30, 4.0)), [(500, 4.5), (1500, 4.0), (2500, 4.0)]),
-        # the mean at step 30 is over ten steps, those before a stop at step 22 included
+        (logged((10, 5.0, 10), (20, 4.0, 10)), [(500, 5.0), (1500, 4.0)]),
+        # the first step joins the interval after it, weighted by its updates
+        (logged((1, 9.0, 1), (10, 4.0, 9), (20, 4.0, 10), (30, 4.0, 10)), [(500, 4.5), (1500, 4.0), (2500, 4.0)]),
+        # the mean at step 30 is over ten updates, those before a stop at step 22 included
         (
-            logged((10, 5.0), (20, 4.0), (22, 7.0), (30, 2.0), (40, 2.0)),
+            logged((10, 5.0, 10), (20, 4.0, 10), (22, 7.0, 2), (30, 2.0, 10), (40, 2.0, 10)),
             [(500, 5.0), (1500, 4.0), (2500, 2.0), (3500, 2.0)],
         ),
-        # a run that stopped, and one whose length is no multiple of the interval
-        (logged((10, 5.0), (20, 4.0), (30, 3.0), (31, 14.0)), [(500, 5.0), (1500, 4.0), (2550, 4.0)]),
+        # a checkpoint at step 25 ends an interval
+        (
+            logged((10, 5.0, 10), (20, 4.0, 10), (25, 7.0, 5), (30, 2.0, 5), (40, 2.0, 10)),
+            [(500, 5.0), (1500, 4.0), (2500, 4.5), (3500, 2.0)],
+        ),
+        # a run whose length is no multiple of the interval
+        (logged((10, 5.0, 10), (20, 4.0, 10), (30, 3.0, 10), (31, 14.0, 1)), [(500, 5.0), (1500, 4.0), (2550, 4.0)]),
         # no update in an interval
-        (logged((10, 5.0), (20, None), (30, 3.0)), [(500, 5.0), (1500, None), (2500, 3.0)]),
+        (logged((10, 5.0, 10), (20, None, 0), (30, 3.0, 10)), [(500, 5.0), (1500, None), (2500, 3.0)]),
         # a fork at step 1000
-        (logged((1010, 5.0), (1020, 4.0)), [(100_500, 5.0), (101_500, 4.0)]),
-        (logged((7, 5.0)), [(650, 5.0)]),
+        (logged((1010, 5.0, 10), (1020, 4.0, 10)), [(100_500, 5.0), (101_500, 4.0)]),
+        # rows without the number of updates
+        (logged((10, 5.0, None), (20, 4.0, None)), [(500, 5.0), (1500, 4.0)]),
     ],
 )
 def test_every_point_of_a_loss_curve_is_a_mean_over_a_whole_interval(

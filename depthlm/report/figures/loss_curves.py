@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,13 +192,13 @@ def smooth(loss: Any) -> Any:
 
 
 def mean_line(lines: Sequence[Line]) -> tuple[Line, Any]:
-    """Return the mean of lines at the tokens that all of them have, and their losses there, [lines, tokens].
+    """Return the mean of lines at the tokens of the first one that all others reach, and their losses, [lines, tokens].
 
-    A gap in one line is a gap of the mean.
+    The others are interpolated. A gap in one line is a gap of the mean.
     """
-    tokens = reduce(np.intersect1d, [line.tokens for line in lines])
-    by_tokens = [dict(zip(*line, strict=True)) for line in lines]
-    losses = np.array([[loss[at] for at in tokens] for loss in by_tokens], float).reshape(len(lines), len(tokens))
+    start, end = max(line.tokens[0] for line in lines), min(line.tokens[-1] for line in lines)
+    tokens = lines[0].tokens[(lines[0].tokens >= start) & (lines[0].tokens <= end)]
+    losses = np.array([np.interp(tokens, *line) for line in lines]).reshape(len(lines), len(tokens))
     return Line(tokens, losses.mean(axis=0)), losses
 
 
@@ -242,9 +241,11 @@ def _draw_curve(axes: Any, curve: LossCurve, style: Style) -> list[Line]:
         else:
             axes.plot(*line, alpha=0.5, lw=1.5 if single else 0.7, **look)
             axes.plot(*line.end, "x", color=style.colour, ms=7, mew=1.8)
-    if not complete:
+    mean, losses = mean_line(complete) if complete else (Line(np.array([]), np.array([])), np.array([]))
+    if not np.isfinite(mean.loss).any():
+        for line in complete:
+            axes.plot(*line, lw=0.7, **look)
         return sorted(lines, key=lambda line: line.tokens[-1])
-    mean, losses = mean_line(complete)
     axes.plot(mean.tokens, mean.loss, lw=1.5, **look)
     if len(complete) > 1:
         axes.fill_between(mean.tokens, losses.min(axis=0), losses.max(axis=0), color=style.colour, alpha=0.15, lw=0)

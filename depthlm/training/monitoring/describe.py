@@ -150,7 +150,7 @@ def show_next_commands(directory: Path) -> None:
         f"{command('-m depthlm inspect', 'inspect')} run={run}",
         f"{command('-m depthlm runs', 'runs')} --compare {run} <another run>",
     )
-    console.print("\n  ".join(["Next:", *commands]), soft_wrap=True)
+    console.print("\n  ".join(["Next:", *commands]), soft_wrap=True, markup=False)
 
 
 def mixers(config: Config) -> dict[str, str]:
