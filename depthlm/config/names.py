@@ -25,8 +25,6 @@ BARE = ("model", "size", "data", "optimizer", "budget", "schedule", "precision",
 EXACT = re.compile(r"[\w.+,]*|(\d+(\.\d+)?(e-\d+)?,?)+|\[[\d.,]*\]", re.ASCII)
 # what every name begins with
 LEADING = ("model", "size", "seed", "model.name", "size.name")
-
-
 # powers of ten beyond which a number keeps its spelling
 FAR = 99
 
@@ -130,11 +128,10 @@ def short_value(value: str) -> str:
 
 
 def normal_value(name: str, value: str) -> str:
-    """Return the value of a key or group in one spelling: without quotes, numbers as `0.1`, `1e-3`, 600 or 10M."""
+    """Return the value of a key or group without quotes, and that of a key as `0.1`, `1e-3`, `600`, `10M` or `true`."""
     if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
         value = value[1:-1]
-    key = keys().get(name)
-    if key is not None and key.is_text:
+    if not _is_key(name) or (name in keys() and keys()[name].is_text):
         return value
     if value.lower() in ("true", "false", "null"):
         return value.lower()

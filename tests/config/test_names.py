@@ -28,7 +28,7 @@ from depthlm.config.resolve import leading
     ("overrides", "name"),
     [
         ([], "vanilla-tiny-seed1"),
-        (["seed=2", "size=micro"], "vanilla-micro-seed2"),
+        (["seed=2", "size=1.5b"], "vanilla-1.5b-seed2"),
         (["optimizer.lr=1e-3", "model=mhc", "seed=2"], "mhc-tiny-seed2-lr1e-3"),
         (["model/connection=mhc", "model/attention=moda"], "mhc+moda-tiny-seed1"),
         (["model=dca", "model.connection.num_streams=2"], "dca-tiny-seed1-connection.num_streams2"),
