@@ -159,7 +159,8 @@ def test_a_configuration_composes(reader: Reader) -> None:
 
 @pytest.mark.slow
 def test_a_sweep_is_shown_without_being_submitted(reader: Reader) -> None:
-    printed = reader.depthlm("submit", "--dry-run", "experiment=depth_attention/looped", "budget=smoke")
+    sweep = "experiment=depth_attention/looped", "budget=smoke", "slurm.gpus_per_node=2"
+    printed = reader.depthlm("submit", "--dry-run", *sweep)
     assert "points to train" in printed
     assert str(reader.packages / "depthlm/slurm/sweep.sbatch") in printed
     assert not (reader.work / "outputs").exists()
