@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from .forks import Forks
 from .two_ranks import TwoRanks
@@ -25,6 +26,9 @@ torch.set_num_threads(1)
 gc.set_threshold(20_000, 20, 20)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# how long an example takes depends on what else the machine does
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 TEXT = "the depth of a stream is read by every layer and written once more before the head reads it"
 

@@ -80,7 +80,7 @@ def test_the_order_of_a_seed_never_changes() -> None:
     assert sample_windows((1,), 24 + np.arange(8), 1000).tolist() == [312, 171, 183, 374, 897, 252, 369, 990]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(step=st.integers(0, 50), seed=st.integers(0, 9), ranks=st.sampled_from([1, 2, 3, 4, 6, 12]), data=st.data())
 def test_the_global_batch_is_the_same_for_any_ranks_and_micro_batch(
     tmp_path_factory: pytest.TempPathFactory, step: int, seed: int, ranks: int, data: st.DataObject
