@@ -28,7 +28,7 @@ from depthlm.data.settings import Data, Source
 Local = Callable[..., Data]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     parts=st.lists(st.lists(st.integers(0, 99), max_size=30), min_size=1, max_size=8),
     shard_tokens=st.integers(1, 40),

@@ -145,7 +145,7 @@ def test_pieces_with_cache_equal_single_documents(build: Any, preset: str, backb
     assert_same(torch.cat(pieces, dim=1), alone(model, packed()))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     ends=st.lists(st.lists(st.integers(0, 11), unique=True, max_size=6), min_size=1, max_size=3),
     cuts=st.lists(st.integers(1, 11), unique=True, max_size=5).map(sorted),

@@ -112,7 +112,7 @@ def assert_same(kind: str, arguments: dict[str, Any], tolerance: float = 1e-5) -
 
 
 @pytest.mark.parametrize("kind", READS)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     reads=st.integers(1, 8), n=st.integers(1, 5), t=st.integers(1, TOKENS), d=st.integers(1, 33), started=st.booleans()
 )

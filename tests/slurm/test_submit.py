@@ -129,7 +129,7 @@ def run_job(sweep: Path, index: int) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(command, env={"PATH": os.environ["PATH"], **variables}, capture_output=True)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(points=st.lists(ARGUMENTS, min_size=1, max_size=3))
 def test_a_job_gets_the_overrides_that_were_submitted_whatever_characters_they_have(
     points: list[list[str]], tmp_path_factory: pytest.TempPathFactory

@@ -25,7 +25,7 @@ def assert_same(found: Start, expected: Start, inputs: list[Tensor]) -> None:
     torch.testing.assert_close(torch.autograd.grad(found, inputs, along), torch.autograd.grad(expected, inputs, along))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     reads=st.integers(1, 4), n=st.integers(1, 5), t=st.integers(1, 9), d=st.integers(1, 6),
     eps=st.sampled_from([None, 1e-5, 0.1]), biased=st.booleans(), started=st.booleans(),

@@ -16,7 +16,7 @@ formula = inspect.unwrap(weighted_reads)
 
 
 @pytest.mark.parametrize("chunk", [2**15, 12])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(reads=st.integers(1, 4), n=st.integers(1, 5), t=st.integers(1, 9), d=st.integers(1, 6), started=st.booleans())
 def test_reads_equal_the_formula(chunk: int, reads: int, n: int, t: int, d: int, started: bool) -> None:
     xs, weights = [normal(2, t, d, seed=j) for j in range(1, n + 1)], normal(reads, n)

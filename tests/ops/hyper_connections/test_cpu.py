@@ -10,7 +10,7 @@ from depthlm.ops.hyper_connections import cpu, naive
 from ..inputs import normal
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(n=st.integers(1, 4), t=st.integers(1, 4), d=st.integers(1, 5))
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_maps(dynamic: bool, n: int, t: int, d: int) -> None:

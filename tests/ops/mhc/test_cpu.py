@@ -14,7 +14,7 @@ def written(x: torch.Tensor, *pending: torch.Tensor) -> torch.Tensor:
     return write_streams(x, Pending(*pending))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(n=st.integers(1, 4), t=st.integers(1, 4), d=st.integers(1, 5))
 def test_read_and_write_streams(n: int, t: int, d: int) -> None:
     pre, post, res = normal(2, t, n), normal(2, t, n, seed=1), normal(2, t, n, n, seed=2)
@@ -25,7 +25,7 @@ def test_read_and_write_streams(n: int, t: int, d: int) -> None:
     assert torch.autograd.gradcheck(written, (x, y, post, res))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(n=st.integers(1, 3), d=st.integers(1, 4), iterations=st.integers(1, 4))
 def test_maps(n: int, d: int, iterations: int) -> None:
     m = n * (n + 2)
@@ -37,7 +37,7 @@ def test_maps(n: int, d: int, iterations: int) -> None:
     torch.testing.assert_close(*(torch.autograd.grad(result, [x, *parameters], along) for result in results))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(n=st.integers(1, 4), w=st.integers(1, 5), m=st.integers(1, 5), eps=st.sampled_from([1e-5, 0.1]))
 def test_normed_projection(n: int, w: int, m: int, eps: float) -> None:
     x, weight = normal(2, 3, n, w), normal(m, w, seed=1)
@@ -46,7 +46,7 @@ def test_normed_projection(n: int, w: int, m: int, eps: float) -> None:
     assert torch.autograd.gradcheck(lambda x, weight: normed_projection(x, weight, eps), (x, weight))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(n=st.integers(1, 5), iterations=st.integers(1, 6))
 def test_sinkhorn(n: int, iterations: int) -> None:
     logits = normal(2, 3, n, n)

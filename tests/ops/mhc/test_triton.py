@@ -52,7 +52,7 @@ def results(kernels: str, inputs: list[Tensor], pending: bool = True, iterations
     return [*outputs, *torch.autograd.grad(outputs, inputs, along)]
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     n=st.sampled_from([4, 2, 1, 3, 5, 8]), t=st.integers(1, 9), d=st.integers(1, 40), pending=st.booleans(),
     iterations=st.integers(1, 3),

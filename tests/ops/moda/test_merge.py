@@ -33,7 +33,7 @@ def any_mask(t: int, s: int, seed: int) -> torch.Tensor:
     return mask | torch.eye(s, dtype=torch.bool)[s - t :]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     kv_heads=st.integers(1, 3), groups=st.integers(1, 4), t=st.integers(1, 9), entries=st.integers(1, 6),
     held=st.none() | st.integers(0, 5),
