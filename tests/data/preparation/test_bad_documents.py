@@ -1,0 +1,102 @@
+"""Documents that are not text, and files that cannot be read: errors, or skipped and counted."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from depthlm.data import DataError, Manifest, prepare
+from depthlm.data.corpora.documents import REASONS, Reader
+from depthlm.data.corpora.formats import TextFile
+from depthlm.data.settings import Data
+
+from .preparing import content
+
+Local = Callable[..., Data]
+BAD = {
+    "empty": (b"", "empty"),
+    "not UTF-8": (b"caf\xe9", "utf8"),
+}
+
+
+def test_all_files_that_cannot_be_read_are_named_at_once(local: Local, text_folder: Path) -> None:
+    (text_folder / "part0/0.txt").write_bytes("Ω".encode("utf-16"))
+    (text_folder / "part1/1.txt").write_bytes(b"\xff")
+    (text_folder / "part1/4.txt").write_text("")
+    broken = text_folder / "part2/2.jsonl.gz"
+    broken.write_bytes(b"not compressed")
+    data = local(suffixes=[".txt", ".jsonl.gz"], text_field="text")
+    with pytest.raises(DataError) as refused:
+        prepare(data)
+    assert str(refused.value) == (
+        f"3 files cannot be read: {text_folder}. Fix or remove them, or set data.on_bad_document=skip to skip and "
+        "count bad documents:\n"
+        f"  - {text_folder}/part0/0.txt: the file is UTF-16, not UTF-8\n"
+        f"  - {text_folder}/part1/1.txt: the file is not UTF-8 (invalid start byte)\n"
+        f"  - {broken}: cannot be read to its end (Not a gzipped file (b'no')). Download or copy the file again."
+    )
+    # bad documents are skipped now, and the error is about the only file that cannot be read
+    with pytest.raises(DataError, match=r"^cannot be read to its end .*2\.jsonl\.gz\. Download or copy"):
+        prepare(dataclasses.replace(data, on_bad_document="skip"))
+
+
+def test_a_file_without_permission_is_named_with_its_remedy(
+    local: Local, text_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str, *_: object) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    # root may read any file
+    monkeypatch.setattr("builtins.open", refuse)
+    file = TextFile("a.txt", str(text_folder / "a.txt"))
+    with pytest.raises(
+        DataError, match=r"^you may not read the file: .*a\.txt\. Change its permissions: chmod u\+r\.$"
+    ):
+        next(Reader(file, "text").records())
+
+
+@pytest.mark.parametrize("defect", BAD)
+def test_a_bad_document_is_an_error_or_is_skipped_and_counted_as_configured(
+    local: Local, text_folder: Path, defect: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clean = content(prepare(local(path="clean"))["local"])
+    bad, reason = BAD[defect]
+    (text_folder / "zz.txt").write_bytes(bad)
+    if reason != "empty":
+        with pytest.raises(DataError, match="not UTF-8") as caught:
+            prepare(local(path="tokens"))
+        assert str(text_folder / "zz.txt") in str(caught.value)
+        assert "data.on_bad_document=skip" in caught.value.remedy
+        assert not Path("tokens").exists()
+    folder = prepare(local(path="tokens", on_bad_document="skip"))["local"]
+    assert f"skipped 1 {REASONS[reason]}" in capsys.readouterr().err
+    assert Manifest.read(folder).left_out == {reason: 1}
+    kept = content(folder)
+    assert {name: kept[name] for name in kept if name != "manifest.json"} == {
+        name: clean[name] for name in clean if name != "manifest.json"
+    }
+
+
+def test_a_single_file_with_a_bad_byte_is_an_error_or_loses_one_piece(tmp_path: Path) -> None:
+    lines = [b"a line of text\n"] * 2000
+    lines[1000] = b"caf\xe9\n"
+    (tmp_path / "one.txt").write_bytes(b"".join(lines))
+    data = Data(name="local", source="one.txt", tokenizer="bytes")
+    with pytest.raises(DataError, match=r"piece \d+ of the file is not UTF-8"):
+        prepare(data)
+    manifest = Manifest.read(prepare(dataclasses.replace(data, on_bad_document="skip"))["local"])
+    assert manifest.left_out == {"utf8": 1}
+    assert manifest.train.documents > 20
+
+
+def test_a_document_over_the_limit_is_an_error_or_is_skipped(tmp_path: Path) -> None:
+    texts = ["x" * 5000, *(f"document {n}" for n in range(40))]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data = Data(name="local", source="a.jsonl", tokenizer="bytes", max_document_bytes=4000)
+    with pytest.raises(DataError, match=r"line 1 is longer than data\.max_document_bytes=4000") as caught:
+        prepare(data)
+    assert caught.value.remedy.startswith("Either raise it")
+    manifest = Manifest.read(prepare(dataclasses.replace(data, on_bad_document="skip"))["local"])
+    assert manifest.left_out == {"long": 1}
