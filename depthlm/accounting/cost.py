@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from depthlm.machine.environment import PEAK_TFLOPS
 from depthlm.model.decoder import Decoder
 from depthlm.model.experts import Mixture
 from depthlm.model.layers import Embedding, Head, Norm
 from depthlm.model.parameters import OwnedParameter, owned_parameters
 from depthlm.runs.progress import hours_text
 
-# what GPU hours assume that are not measured: the dense bf16 FLOP/s of an H100 SXM, and the share of them that is used
-ASSUMED_FLOPS, ASSUMED_MFU = 989e12, 0.4
+# what GPU hours assume that are not measured: the FLOP/s of an H100 SXM, and the share of them that is used
+ASSUMED_FLOPS, ASSUMED_MFU = PEAK_TFLOPS["NVIDIA H100 80GB HBM3"] * 1e12, 0.4
 ASSUMPTION = f"on H100 GPUs at {ASSUMED_MFU:.0%} of their {ASSUMED_FLOPS / 1e12:.0f} TFLOP/s, which is assumed"
 PARTS = ("embedding", "attention", "mlp", "norms", "head", "connection")
 

@@ -1,7 +1,5 @@
 """`run=<directory> [overrides]`: the configuration of an existing run, with overrides on top."""
 
-import functools
-import os
 from collections.abc import Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +15,7 @@ from yaml import YAMLError
 from depthlm.config.errors import ConfigError, nearest
 from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf
 from depthlm.config.keys import keys, on_resume, override_text, value_of
-from depthlm.config.names import by_name, derived_name, earlier_name, normal_value, other_settings, part_of
+from depthlm.config.names import by_name, derived_name, earlier_name, existing, other_settings
 from depthlm.config.resolve import LENGTHS, leading
 from depthlm.config.saved import as_text, check_reach, check_trusted, compare, load_config, targets
 from depthlm.config.schema import Config
@@ -114,19 +112,11 @@ def directory_of(run: Path, saved: Config, config: Config, overrides: Sequence[s
     origin = run if run.name.strip(".") else run.resolve()
     if config.name is not None and config.name != saved.name:
         return str(origin.parent / config.name)
-    # a setting that the overrides change again leaves the name
-    earlier = {
-        name: normal_value(name, override_text(value_of(saved, name)))
-        for name in other_settings(own_overrides(overrides))
-        if name in keys()
-    }
-    parts = [f"-{part_of(name, value)}" for name, value in earlier.items()]
-    before = functools.reduce(lambda text, part: text.replace(part, "", 1), parts, origin.name)
-    current = origin.parent / derived_name(before, leading(saved), leading(config), own_overrides(overrides))
-    earlier_rule = earlier_name(own_overrides(overrides))
-    earlier_path = origin.parent / (earlier_rule if origin.name == "base" else f"{origin.name}__{earlier_rule}")
-    # a longer name than a file system allows does not exist
-    return str(earlier_path if os.path.exists(earlier_path) and not current.exists() else current)
+    own_texts = own_overrides(overrides)
+    values = {name: override_text(value_of(saved, name)) for name in other_settings(own_texts) if name in keys()}
+    name = derived_name(origin.name, leading(saved), leading(config), own_texts, values)
+    earlier = earlier_name(own_texts) if origin.name == "base" else f"{origin.name}__{earlier_name(own_texts)}"
+    return existing(origin.parent / name, origin.parent / earlier)
 
 
 def _changes(saved: Config, config: Config) -> dict[str, str]:

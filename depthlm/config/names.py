@@ -46,13 +46,18 @@ DEFAULTS = Leading()
 def run_directory(overrides: Sequence[str], defaults: Leading, name: str | None = None) -> str:
     """Return the run directory of a run without output_dir. name: the value of `name=`.
 
-    defaults: of the experiment. It is the directory of an earlier rule where only that one exists.
+    defaults: of the experiment.
     """
     folder = Path("outputs", experiment_of(overrides) or "default")
     if name is not None:
         return str(folder / str(name))
-    current, earlier = folder / run_name(overrides, defaults), folder / earlier_name(overrides)
-    return str(earlier if earlier.exists() and not current.exists() else current)
+    return existing(folder / run_name(overrides, defaults), folder / earlier_name(overrides))
+
+
+def existing(current: Path, earlier: Path) -> str:
+    """Return the directory of the earlier rule where only that one exists, else that of the current rule."""
+    # a longer name than a file system allows does not exist
+    return str(earlier if os.path.exists(earlier) and not current.exists() else current)
 
 
 def run_name(overrides: Sequence[str], defaults: Leading = DEFAULTS) -> str:
@@ -73,8 +78,15 @@ def check_name(name: str | None) -> list[str]:
     return [f"name={name}: must be the name of a folder; output_dir= sets the whole path of the run directory"]
 
 
-def derived_name(origin: str, before: Leading, after: Leading, overrides: Sequence[str]) -> str:
-    """Return the name of a run that derives by overrides from another one. origin: its name."""
+def derived_name(
+    origin: str, before: Leading, after: Leading, overrides: Sequence[str], values: Mapping[str, str]
+) -> str:
+    """Return the name of a run that derives by overrides from another one.
+
+    origin: its name. values: those of its settings that the overrides set again, which leave the name.
+    """
+    for name, value in values.items():
+        origin = origin.replace(f"-{part_of(name, normal_value(name, value))}", "", 1)
     if origin == str(before) or origin.startswith(f"{before}-"):
         name = f"{after}{origin.removeprefix(str(before))}"
     else:

@@ -70,8 +70,7 @@ def _report_sweep(
         path, tables = _write(folder, lambda: experiment_report(sweep, folder))
     else:
         path, tables = _write(folder, lambda: sweep_report(sweep, folder, panels_of(sweep)))
-    caveats = warnings(sweep) if sweep.experiment.name else []
-    _show(path, tables, [*caveats, f"{state_line(sweep.runs)}."], project)
+    _show(path, tables, [*warnings(sweep), f"{state_line(sweep.runs)}."], project)
     return path
 
 
@@ -99,11 +98,14 @@ def report_runs(
 def show_results(overrides: Sequence[str], config_dir: str | Path | None = None) -> None:
     """Print the table of a sweep's results, and the command that writes its whole report."""
     sweep = read_sweep(overrides, config_dir)
-    console, is_free = stdout_console(), not sweep.experiment.name
-    available = with_available_metric(sweep)
-    for table in [results_table(sweep)] if is_free else next(iter(comparison_tables(available).values())):
+    console = stdout_console()
+    if sweep.experiment.name:
+        tables = next(iter(comparison_tables(with_available_metric(sweep)).values()))
+    else:
+        tables = [results_table(sweep)]
+    for table in tables:
         show(table, console)
-    for line in [] if is_free else warnings(sweep):
+    for line in warnings(sweep):
         console.print(line, markup=False, soft_wrap=True)
     texts = [*overrides, *([f"--config-dir={config_dir}"] if config_dir is not None else [])]
     console.print(f"{REPORT_COMMAND} {shlex.join(texts)}", markup=False, highlight=False, soft_wrap=True)

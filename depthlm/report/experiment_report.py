@@ -18,8 +18,11 @@ from depthlm.report.rows import Row, number, paper
 from depthlm.report.scaling_laws import curves, fit_table, remarks, savings, savings_table
 from depthlm.report.sweep import LOSS, Sweep, range_text, title_of
 from depthlm.report.tables import DASH, MISSING, Table, cells, markdown, number_text, plain
+from depthlm.runs.progress import failure_text
 from depthlm.runs.records import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, RunRecord, recorded_settings
 
+# characters of the reason of a failure in a report
+LONGEST_REASON = 160
 STATES = (COMPLETE, RUNNING, STOPPED, FAILED, WAITING)
 LEGEND = (
     f"{DASH}: the paper prints no number, or a complete run has none. {MISSING}: no run is complete. Bold: the best of "
@@ -145,7 +148,9 @@ def state_line(runs: Sequence[RunRecord]) -> str:
 
 
 def warnings(sweep: Sweep) -> list[str]:
-    """Return the reasons why the numbers are not comparable with the paper's, as sentences."""
+    """Return the reasons why the numbers are not comparable with the paper's, as sentences; none without a paper."""
+    if not sweep.experiment.name:
+        return []
     sentences = []
     budgets = sorted({config.budget.name for config in sweep.configs} - {"paper"})
     if budgets:
@@ -171,19 +176,13 @@ def _state(sweep: Sweep) -> list[str]:
                 waiting.append(name)
             elif run.state != COMPLETE:
                 step = "" if run.step is None else f"{run.step:,}"
-                failure = first_line(run.failure) if run.state == FAILED else ""
+                failure = failure_text(run.failure, LONGEST_REASON) if run.state == FAILED else ""
                 lines.append(cells([name, run.state, step, number_text(run.loss, 4) if run.rows else "", failure]))
     parts = [f"## State\n\n{state_line(sweep.runs)}."]
     if lines:
         head = ["incomplete run", "state", "newest step", "training loss", "failure"]
         parts.append(markdown(Table(head, lines, words=True)))
     return [*parts, f"Waiting: {plain('; '.join(waiting))}."] if waiting else parts
-
-
-def first_line(failure: str | None) -> str:
-    """Return the first line of an error, truncated where it is long."""
-    text = (failure or "").strip().split("\n")[0]
-    return text if len(text) <= 160 else f"{text[:157]}..."
 
 
 def _without_number(sweep: Sweep) -> list[str]:

@@ -41,9 +41,9 @@ def find_runs(names: Sequence[str], option: str = "runs=") -> list[RunRecord]:
     for text in filter(None, (name.strip() for name in names)):
         is_glob = glob.has_magic(text) and not Path(text).exists()
         paths = [Path(path) for path in (sorted(glob.glob(text, recursive=True)) if is_glob else [text])]
-        inside = [path for path in paths if not holds_run(path)] if not is_glob else []
-        folders = [folder for path in inside if path.is_dir() for folder in run_folders(path)]
-        runs = [read_run(path) for path in [*filter(holds_run, paths), *folders]]
+        if not is_glob and paths[0].is_dir() and not holds_run(paths[0]):
+            paths = run_folders(paths[0])
+        runs = [read_run(path) for path in filter(holds_run, paths)]
         if not runs:
             errors.append(f"{option}{text}: {_why(text, is_glob)}")
         for run in runs:
@@ -77,22 +77,22 @@ def runs_report(runs: Sequence[RunRecord], folder: Path, baseline: str | None = 
 
     Raises OSError; UserError if no run is the baseline.
     """
-    readable = [run for run in runs if recorded_settings(run.directory)]
-    sweep = with_baseline(sweep_of_runs(readable or runs), baseline)
-    settings = {row.label: _recorded(row) for row in sweep.rows}
+    recorded = {run.directory: recorded_settings(run.directory) for run in runs}
+    readable = [run for run in runs if recorded[run.directory]] or list(runs)
+    sweep = with_baseline(sweep_of_runs(readable, [recorded[run.directory] for run in readable]), baseline)
+    settings = {
+        row.label: {key: value for key, value in recorded[row.runs[0].directory].items() if key != "seed"}
+        for row in sweep.rows
+    }
     tables = difference_tables({label: config for label, config in settings.items() if config})
-    text, shown = sweep_report(sweep, folder, panels_by_size(sweep.rows, settings), tables)
-    unread = [str(run.directory) for run in runs if run not in readable]
-    note = (
-        f"No readable config.yaml, so not in the table: {plain(', '.join(unread))}.\n\n" if unread and readable else ""
-    )
-    return text.replace("**Results**", f"{note}**Results**", 1), shown
+    unread = ", ".join(str(run.directory) for run in runs if run not in readable)
+    notes = [f"No readable config.yaml, so not in the table: {plain(unread)}."] if unread else []
+    return sweep_report(sweep, folder, panels_by_size(sweep.rows, settings), tables, notes)
 
 
-def sweep_of_runs(runs: Sequence[RunRecord]) -> Sweep:
-    """Return these runs as a sweep; those that differ only in the seed form one row."""
+def sweep_of_runs(runs: Sequence[RunRecord], configs: Sequence[dict[str, Any]]) -> Sweep:
+    """Return these runs as a sweep; those that differ only in the seed form one row. configs: of each run."""
     names = short_names([run.directory for run in runs])
-    configs = [recorded_settings(run.directory) for run in runs]
     identities: dict[str, list[list[int]]] = {}
     for number, config in enumerate(configs):
         shared = {key: value for key, value in config.items() if key != "seed" and on_resume(key) != "free"}
@@ -124,10 +124,6 @@ def _point(config: Mapping[str, Any], parts: dict[str, str]) -> Point:
     groups = {key.removesuffix(".name"): override_text(value) for key, value in config.items() if key.endswith(".name")}
     fixed = {key: override_text(value) for key, value in config.items() if on_resume(key) == "fixed"}
     return Point([], groups | fixed, parts)
-
-
-def _recorded(row: Row) -> dict[str, Any]:
-    return {key: value for key, value in recorded_settings(row.runs[0].directory).items() if key != "seed"}
 
 
 def panels_by_size(rows: Sequence[Row], settings: Mapping[str, dict[str, Any]]) -> list[Panel]:

@@ -5,12 +5,13 @@ from pathlib import Path
 
 from depthlm.counts import count_text, duration_text
 from depthlm.report.comparison import difference_text
-from depthlm.report.experiment_report import first_line, picture, protocol_parts, state_line
+from depthlm.report.experiment_report import LONGEST_REASON, picture, protocol_parts, state_line
 from depthlm.report.figures.loss_curves import Panel, draw_loss_curves
 from depthlm.report.rows import Measured, Row, measured, number, pooled, separated
 from depthlm.report.scaling_laws import NEEDS, curves, needed_text, savings
 from depthlm.report.sweep import Difference, Sweep
 from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, markdown, number_text, plain
+from depthlm.runs.progress import failure_text
 from depthlm.runs.records import COMPLETE, FAILED
 
 LEGEND = (
@@ -22,25 +23,22 @@ LEGEND = (
 
 
 def sweep_report(
-    sweep: Sweep, folder: Path, panels: Sequence[Panel], settings: Sequence[Table] = ()
+    sweep: Sweep, folder: Path, panels: Sequence[Panel], settings: Sequence[Table] = (), notes: Sequence[str] = ()
 ) -> tuple[str, list[Table]]:
     """Draw the loss curves into a folder; return the Markdown report, and its tables for the terminal.
 
-    Raises OSError.
+    settings: tables of the settings that differ. notes: sentences in Markdown. Raises OSError.
     """
     results = results_table(sweep)
-    parts = ["# Runs", f"{state_line(sweep.runs)}.", markdown(results), LEGEND]
+    parts = ["# Runs", f"{state_line(sweep.runs)}.", *notes, markdown(results), LEGEND]
     parts += [markdown(table) for table in settings]
     name = "loss_curves.png"
-    parts.append(
-        picture(
-            "Loss curves", folder, name, draw_loss_curves(panels, folder / name, sweep.stamp(), sweep.experiment.title)
-        )
-    )
+    drawn = draw_loss_curves(panels, folder / name, sweep.stamp(), sweep.experiment.title)
+    parts.append(picture("Loss curves", folder, name, drawn))
     every_run = runs_table(sweep)
     parts.append(markdown(every_run))
     failed = [
-        f"- {plain(run_label(sweep, row, seed))} failed: {plain(first_line(run.failure))}"
+        f"- {plain(run_label(sweep, row, seed))} failed: {plain(failure_text(run.failure, LONGEST_REASON))}"
         for row in sweep.rows
         for run, seed in zip(row.runs, row.seeds, strict=True)
         if run.state == FAILED

@@ -87,10 +87,10 @@ def progress_table(rows: Sequence[Mapping[str, str]]) -> Table:
     return table
 
 
-def failure_text(failure: str | None) -> str:
-    """Return the first line of an error, shortened."""
-    line = (failure or "").partition("\n")[0]
-    return line if len(line) <= LONGEST_REASON else f"{line[: LONGEST_REASON - 3]}..."
+def failure_text(failure: str | None, longest: int = LONGEST_REASON) -> str:
+    """Return the first line of an error, of at most so many characters."""
+    line = (failure or "").strip().partition("\n")[0]
+    return line if len(line) <= longest else f"{line[: longest - 3]}..."
 
 
 def total_hours(progress: Sequence[RunProgress]) -> str:

@@ -30,7 +30,6 @@ from depthlm.training.monitoring.metrics import (
     Profiler,
     Stopwatch,
     open_metrics,
-    peak_flops,
     peak_memory_gib,
 )
 from depthlm.training.nonfinite import BadBatches, DivergedError, spike_limit
@@ -66,7 +65,7 @@ class Trainer:
         self.engine, self.device, self.cost, self.progress, self.saver = engine, engine.device, cost, progress, saver
         self.is_rank_0 = setup.ranks.rank == 0
         self.paths = RunDirectory.of(setup.config.output_dir)
-        self.peak_flops = peak_flops(environment.device_name(self.device.type), self.config.precision.name)
+        self.peak_flops = environment.peak_flops(environment.device_name(self.device.type), self.config.precision.name)
         self.metrics = open_metrics(self.paths.metrics, progress.step, progress.row)
         norms = self.paths.sublayer_norms
         has_norms = self.is_rank_0 and (self.training.log_blocks_every is not None or norms.exists())

@@ -150,3 +150,13 @@ def test_the_number_of_threads_has_a_reason(
     if variable is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     assert str(environment.threads(given, launcher, local_ranks)) == text
+
+
+def test_an_unknown_device_has_no_peak() -> None:
+    assert environment.peak_flops("AMD EPYC", "bf16") is None
+    assert environment.peak_flops("NVIDIA H200", "fp32") is None
+    assert environment.peak_flops("NVIDIA H200", "bf16") == 989e12
+    assert environment.peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16") is None
+    assert environment.peak_flops("NVIDIA RTX A4000", "bf16") is None
+    assert environment.peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert environment.peak_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12

@@ -1,4 +1,4 @@
-"""Measurements of a run: metrics.jsonl, training time, peak memory, peak FLOP/s, and a profiler trace."""
+"""Measurements of a run: metrics.jsonl, training time, peak memory, and a profiler trace."""
 
 import json
 import logging
@@ -15,46 +15,8 @@ from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import row_of
 
 log = logging.getLogger("depthlm")
-# dense bf16 (or fp16) TFLOP/s by torch's device name, from the vendors' data sheets, without sparsity
-PEAK_TFLOPS = {
-    "NVIDIA GB300": 2500,
-    "NVIDIA B300 SXM6 AC": 2250,
-    "NVIDIA GB200": 2500,
-    "NVIDIA B200": 2250,
-    "NVIDIA GH200 480GB": 989,
-    "NVIDIA GH200 120GB": 989,
-    "NVIDIA H200": 989,
-    "NVIDIA H200 NVL": 835,
-    "NVIDIA H100 80GB HBM3": 989,
-    "NVIDIA H100 NVL": 835,
-    "NVIDIA H100 PCIe": 756,
-    "NVIDIA A100-SXM4-40GB": 312,
-    "NVIDIA A100-SXM4-80GB": 312,
-    "NVIDIA A100-PCIE-40GB": 312,
-    "NVIDIA A100 80GB PCIe": 312,
-    "NVIDIA L40S": 362,
-    "NVIDIA L40": 181,
-    "NVIDIA A40": 150,
-    "NVIDIA L4": 121,
-    "NVIDIA A10": 125,
-    "NVIDIA RTX 6000 Ada Generation": 364,
-    "NVIDIA RTX A6000": 155,
-    "NVIDIA GeForce RTX 5090": 209,
-    "NVIDIA GeForce RTX 4090": 165,
-    "NVIDIA GeForce RTX 4080": 97,
-    "NVIDIA GeForce RTX 3090": 71,
-    "NVIDIA GeForce RTX 3080": 59,
-    "Tesla V100-SXM2-16GB": 125,
-    "Tesla V100-SXM2-32GB": 125,
-}
 # the first steps warm up allocators and compilers
 FIRST_PROFILED, LAST_PROFILED = 3, 5
-
-
-def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of a device; None rather than a guess if unknown, for a MIG slice, or in fp32."""
-    tflops = PEAK_TFLOPS.get(device_name)
-    return None if tflops is None or precision == "fp32" else tflops * 1e12
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from depthlm.runs.records import ValidationLosses, read_metrics
-from depthlm.training.monitoring.metrics import MetricsFile, Stopwatch, peak_flops
+from depthlm.training.monitoring.metrics import MetricsFile, Stopwatch
 
 
 def test_rows_are_appended_amended_and_truncated(tmp_path: Path) -> None:
@@ -89,13 +89,3 @@ def test_the_stopwatch_excludes_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     advance(1)
     assert step_timer.take_lap() == 3
     assert step_timer.total == 106
-
-
-def test_an_unknown_device_has_no_peak() -> None:
-    assert peak_flops("AMD EPYC", "bf16") is None
-    assert peak_flops("NVIDIA H200", "fp32") is None
-    assert peak_flops("NVIDIA H200", "bf16") == 989e12
-    assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16") is None
-    assert peak_flops("NVIDIA RTX A4000", "bf16") is None
-    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
