@@ -21,7 +21,6 @@ from depthlm.config import Config
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.machine import environment
-from depthlm.training.monitoring.metrics import peak_flops
 
 MODES = {"eager": "false", "compiled": "true"}
 
@@ -45,7 +44,7 @@ def measure_step(config: Config, device: torch.device, rounds: int) -> dict[str,
     seconds = measure({"step": trained.step}, rounds, steps=1, warmup=2)["step"]
     peak = peak_gib_above(used)
     speed = trained.plan.tokens_per_step / statistics.median(seconds)
-    peak_rate = peak_flops(environment.device_name(device.type), config.precision.name)
+    peak_rate = environment.peak_flops(environment.device_name(device.type), config.precision.name)
     flops = flops_per_token(depthlm.build_model(config, "meta"), config.training.sequence_length).training
     return {
         "estimated_memory_gib": estimate.total / 2**30,
