@@ -18,7 +18,7 @@ import torch
 from rich.progress import track
 
 from benchmarks.shared import reporting
-from benchmarks.shared.interleaved import Step, copying, measure, measure_lines, ratio, spread
+from benchmarks.shared.interleaved import Step, copying, gpu_kernels, measure, measure_lines, ratio, spread
 from benchmarks.shared.operators import CASES, TABLES, Case, Make, Shape, difference, read_table, shape_of, step
 from depthlm.machine import environment
 from depthlm.ops.backend import missing
@@ -98,6 +98,7 @@ def times(case: Case, steps: dict[str, Step], rounds: int, moved: int) -> dict[s
     speed = 2 * COPIED / min(seconds["copy"])
     floor = moved / speed + (min(seconds["flash"]) if flash else 0.0)
     return {
+        "gpu": gpu_kernels(steps[first]),
         "seconds": seconds,
         "copied_bytes_per_second": speed,
         "floor_seconds": floor,
@@ -115,8 +116,8 @@ def steps_per_turn(turn: Step) -> int:
     return max(1, min(STEPS, round(ENOUGH / seconds)))
 
 
-COLUMNS = ("operator", "setting", "MB", "floor ms", "definition ms", "PyTorch ms", "Triton ms", "times as fast",
-           "PyTorch / floor", "Triton / floor", "PyTorch + flash", "Triton + flash", "paper")  # fmt: skip
+COLUMNS = ("operator", "setting", "MB", "floor ms", "definition ms", "PyTorch ms", "Triton ms", "of it GPU",
+           "times as fast", "PyTorch / floor", "Triton / floor", "PyTorch + flash", "Triton + flash", "paper")  # fmt: skip
 BACKENDS = ("naive", "torch", "triton")
 
 
@@ -151,6 +152,8 @@ def cells(line: dict[str, Any]) -> list[str]:
     else:
         shown["floor ms"] = f"{1e3 * line['floor_seconds']:.3g}"
         shown["times as fast"] = f"{line['times_as_fast']:.2f}" if line["times_as_fast"] else ""
+        if gpu := line.get("gpu"):
+            shown["of it GPU"] = f"{1e3 * gpu['gpu_seconds']:.3g}"
         for backend, name in zip(BACKENDS, ("definition", "PyTorch", "Triton"), strict=True):
             if backend in line["times_floor"]:
                 shown[f"{name} ms"] = f"{1e3 * min(line['seconds'][backend]):.3g}"

@@ -82,7 +82,7 @@ def tests(scratch: Path, tiny: bool) -> dict[str, Any]:
     scratch.mkdir(parents=True, exist_ok=True)
     report = scratch / "report.xml"
     # verbose, so that the log has the outcome of every test that finishes before the limit
-    options = ["-v", "--tb=short", f"--numprocesses={0 if tiny else 8}", f"--junitxml={report}"]
+    options = ["-v", "--tb=short", f"--numprocesses={0 if tiny else environment.cores() - 1}", f"--junitxml={report}"]
     chosen = ["tests/ops/test_depth_reduce.py"] if tiny else TESTS
     subprocess.run([sys.executable, "-m", "pytest", *options, *chosen], cwd=REPOSITORY)
     cases = list(ElementTree.parse(report).iter("testcase"))

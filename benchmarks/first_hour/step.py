@@ -9,12 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import depthlm
 from benchmarks.shared import reporting
 from benchmarks.shared.decoders import training_of
-from benchmarks.shared.interleaved import gpu_bytes, measure, measure_lines, peak_gib_above
+from benchmarks.shared.interleaved import gpu_bytes, gpu_kernels, measure, measure_lines, peak_gib_above
 from depthlm.accounting import flops_per_token
 from depthlm.accounting.memory import MemoryEstimator
 from depthlm.config import Config
@@ -23,17 +22,6 @@ from depthlm.distributed.process_group import start_distributed
 from depthlm.machine import environment
 
 MODES = {"eager": "false", "compiled": "true"}
-
-
-def launches(step: Any) -> int | None:
-    """Return the kernels that one step launches; None without a GPU, or if the profiler sees none."""
-    if not torch.cuda.is_available():
-        return None
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize()
-    # the calls of CUDA's two interfaces: cudaLaunchKernel, cudaLaunchKernelExC, cuLaunchKernel, cuLaunchKernelEx
-    return sum(event.count for event in profiler.key_averages() if "LaunchKernel" in event.key) or None
 
 
 def measure_step(config: Config, device: torch.device, rounds: int) -> dict[str, Any]:
@@ -55,8 +43,7 @@ def measure_step(config: Config, device: torch.device, rounds: int) -> dict[str,
         "first_step_seconds": first,
         "seconds": seconds,
         "peak_memory_gib": peak,
-        "launches": launches(trained.step),
-    }
+    } | (gpu_kernels(trained.step) or {})
 
 
 # the columns of a measured line, and their formats
@@ -65,6 +52,7 @@ COLUMNS = {
     "microseconds_per_token": ("us/token", ",.1f"),
     "mfu": ("MFU", ".1%"),
     "launches": ("launches", ","),
+    "gpu_seconds": ("GPU busy, s", ".3f"),
     "peak_memory_gib": ("GiB", ".1f"),
     "estimated_memory_gib": ("estimate", ".1f"),
     "first_step_seconds": ("first step, s", ".1f"),

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.shared.reporting import Results, error_text, write_json
 
 Step = Callable[[], object]
+# kernels of a step that a result lists, and characters of their names
+KERNELS, NAME = 16, 100
 
 
 def measure(
@@ -72,6 +76,31 @@ def peak_gib_above(used: int) -> float | None:
         return None
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - used) / 2**30
+
+
+def gpu_kernels(step: Step) -> dict[str, Any] | None:
+    """Return what one step does on the GPU: launches, seconds of all kernels, and those of the longest KERNELS by name.
+
+    None without a GPU, or if the profiler sees no kernel.
+    """
+    if not torch.cuda.is_available():
+        return None
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    events = profiler.key_averages()
+    # the calls of CUDA's two interfaces: cudaLaunchKernel, cudaLaunchKernelExC, cuLaunchKernel, cuLaunchKernelEx
+    launches = sum(event.count for event in events if "LaunchKernel" in event.key)
+    kernels = [event for event in events if event.device_type == DeviceType.CUDA and event.self_device_time_total]
+    if not launches or not kernels:
+        return None
+    kernels.sort(key=lambda event: event.self_device_time_total, reverse=True)
+    longest = [
+        {"name": event.key[:NAME], "launches": event.count, "seconds": event.self_device_time_total / 1e6}
+        for event in kernels[:KERNELS]
+    ]
+    busy = sum(event.self_device_time_total for event in kernels) / 1e6
+    return {"launches": launches, "gpu_seconds": busy, "kernels": longest}
 
 
 def measure_lines(

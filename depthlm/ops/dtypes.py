@@ -22,8 +22,9 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def autocast_device(x: Tensor) -> str:
-    """Return the device type whose autocast applies to x: the CPU if that of x, such as meta, has no autocast."""
-    return x.device.type if torch.amp.is_autocast_available(x.device.type) else "cpu"
+    """Return the device type whose autocast applies to x: the CPU for meta tensors, which have no autocast."""
+    # torch.amp.is_autocast_available breaks the graph of torch.compile before torch 2.13
+    return "cpu" if x.is_meta else x.device.type
 
 
 def common_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
