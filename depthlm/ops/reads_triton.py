@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-"""What the Triton kernels of reads over depth share: a table of sources, tiles of a source, and scores.
+"""What the Triton kernels of reads over depth share: a table of sources, tiles of a source, and products with them.
 
 A table contains the address and the dtype of each source, so one compiled kernel supports any number and any mixture
 of 16-bit and fp32 sources. A tile has ROWS positions and WIDTH dimensions. A program has one tile of each
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from depthlm.ops.backend import interpreted
 from depthlm.ops.reads import MAX_READS
 from depthlm.ops.triton_common import load_fp32, split_work, tl, triton
 
@@ -25,8 +26,10 @@ DOT_READS = tl.constexpr(16)
 ROWS, WIDTH, WARPS = tl.constexpr(32), tl.constexpr(64), 8
 # for programs that need more registers per value: half a tile, or twice the registers per thread
 HALF_ROWS, FEW_WARPS = tl.constexpr(16), 4
-# positions of a tile of the scores
-SCORE_ROWS = tl.constexpr(64)
+# factors of a matrix product: sources in bf16; in several dtypes, split into two parts in bf16; in fp32
+BFLOAT16, MIXED, EXACT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(3)
+# the interpreter computes wrong products in bf16
+PART = tl.constexpr(tl.float32 if interpreted() else tl.bfloat16)
 # sources whose addresses are arguments of one launch
 ADDRESSES = 16
 # programs over positions of a backward pass, each with its own partial sums
@@ -40,7 +43,7 @@ class Inputs(NamedTuple):
     """What the kernels of a group of reads get of its sources. It must live until the last launch.
 
     sources: aligned; kept here because the table has only their addresses. sizes: n, positions, reads. settings:
-    constants of the kernels. tiles: the grid of a program per tile.
+    constants of the kernels. tiles: the grid of a program per tile. kind: of the sources, as in `load_parts`.
     """
 
     sources: list[Tensor]
@@ -48,6 +51,7 @@ class Inputs(NamedTuple):
     sizes: tuple[int, int, int]
     settings: dict[str, Any]
     tiles: tuple[int, int]
+    kind: int
 
     def launch(self, kernel, grid, warps, tensors, *numbers, **settings) -> None:
         """Launch a kernel with these tensors, the sizes, and then more numbers and settings."""
@@ -63,7 +67,7 @@ def inputs_of(
     positions = sources[0].numel() // d
     tiles = row_tiles(positions), triton.cdiv(d, WIDTH.value)
     settings = {"D": d, "NARROW": narrow_dtype(xs)}
-    return Inputs(xs, table_of(xs, grads, added), (len(xs), positions, reads), settings, tiles)
+    return Inputs(xs, table_of(xs, grads, added), (len(xs), positions, reads), settings, tiles, kind_of(xs))
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -102,21 +106,15 @@ def _pointers(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (*views, *views[-1:] * (ADDRESSES - len(views)))
 
 
+def kind_of(sources: Sequence[Tensor]) -> int:
+    """Return how the factors of matrix products with these sources are stored (`load_parts`)."""
+    dtypes = {x.dtype for x in sources}
+    return (EXACT if dtypes == {torch.float32} else BFLOAT16 if dtypes == {torch.bfloat16} else MIXED).value
+
+
 def narrow_dtype(sources: Sequence[Tensor]) -> Any:
     """Return Triton's name of the dtype of the 16-bit sources."""
     return NARROW_TYPES.get(next((x.dtype for x in sources if x.dtype in NARROW_TYPES), torch.bfloat16))
-
-
-def scores(query: Tensor, inputs: Inputs, raw_nsp: Tensor, scale_np: Tensor | None = None, eps: float | None = None):
-    """Write the products raw_nsp of sources and queries, and the scale_np of a source: 1 / rms(x), or 1 without eps.
-
-    query: [s, d]; without scale_np [s, n, d], a query for each source.
-    """
-    n, positions, _ = inputs.sizes
-    tensor_ptrs = inputs.table, query, raw_nsp, raw_nsp if scale_np is None else scale_np
-    settings = {"EPS": eps, "PER_SOURCE": scale_np is None}
-    grid = triton.cdiv(positions, SCORE_ROWS.value), n
-    inputs.launch(_scores, grid, FEW_WARPS, [tensor_ptrs], **settings)
 
 
 def row_tiles(positions: int) -> int:
@@ -176,10 +174,16 @@ def store_typed(ptrs, wide, added, at, grad, mask, NARROW: tl.constexpr):
 
 
 @triton.jit
+def source_of(table_ptr, j, NARROW: tl.constexpr):
+    """Return pointers of each dtype to source j of a table, and its flags."""
+    return pointers(tl.load(table_ptr + j * 3), NARROW), tl.load(table_ptr + j * 3 + 2)
+
+
+@triton.jit
 def load_source(table_ptr, j, at, mask, NARROW: tl.constexpr):
     """Load a tile of source j of a table."""
-    row_ptr = table_ptr + j * 3
-    return load_typed(pointers(tl.load(row_ptr), NARROW), tl.load(row_ptr + 2) & 1, at, mask)
+    ptrs, flags = source_of(table_ptr, j, NARROW)
+    return load_typed(ptrs, flags & 1, at, mask)
 
 
 @triton.jit
@@ -191,6 +195,67 @@ def store_grad(table_ptr, j, at, grad, mask, NARROW: tl.constexpr):
 
 
 @triton.jit
+def rows_of(table_ptr, column: tl.constexpr, j, n, NARROW: tl.constexpr):
+    """Return pointers of each dtype to sources j, or with column 1 to their gradients, as rows [n, 1], and flags."""
+    narrow_ptr, wide_ptr = pointers(tl.load(table_ptr + j * 3 + column, j < n, other=0), NARROW)
+    return (narrow_ptr[:, None], wide_ptr[:, None]), tl.load(table_ptr + j * 3 + 2, j < n, other=0)[:, None]
+
+
+@triton.jit
+def load_parts(ptrs, flags, at, mask, KIND: tl.constexpr):
+    """Load a tile with a row per source as two parts in bf16 whose sum has 16 bits of precision.
+
+    KIND: MIXED. BFLOAT16: all sources are in bf16; EXACT: all are in fp32. Then there is one part, in that dtype.
+    """
+    if KIND == BFLOAT16:
+        high = tl.load(ptrs[0] + at, mask, other=0.0).to(PART)
+        low = high
+    elif KIND == EXACT:
+        high = tl.load(ptrs[1] + at, mask, other=0.0)
+        low = high
+    else:
+        high, low = split(load_typed(ptrs, flags & 1, at, mask))
+    return high, low
+
+
+@triton.jit
+def split(x):
+    """Return two parts in bf16 whose sum is x in 16 bits of precision."""
+    high = x.to(PART)
+    return high, (x - high.to(tl.float32)).to(PART)
+
+
+@triton.jit
+def parts_of(x, KIND: tl.constexpr):
+    """Return the parts of a tensor in fp32 for a product beside sources of this kind. Its own kind is MIXED | KIND."""
+    if KIND == EXACT:
+        high = x
+        low = x
+    else:
+        high, low = split(x)
+    return high, low
+
+
+@triton.jit
+def whole(high, low, KIND: tl.constexpr):
+    """Return what `load_parts` has loaded in fp32."""
+    return high.to(tl.float32) + low.to(tl.float32) if KIND == MIXED else high.to(tl.float32)
+
+
+@triton.jit
+def product(a, high, low, total, KIND: tl.constexpr):
+    """Return a @ x + total in fp32, where a is in fp32, and high and low are the parts of x, as `load_parts` says."""
+    if KIND == EXACT:
+        total = tl.dot(a, high, total, input_precision="tf32x3")
+    else:
+        a_high, a_low = split(a)
+        total = tl.dot(a_low, high, tl.dot(a_high, high, total))
+        if KIND == MIXED:
+            total = tl.dot(a_high, low, total)
+    return total
+
+
+@triton.jit
 def tile_at(p, c, positions, D: tl.constexpr):
     """Return the offsets of a tile of positions and dimensions in a tensor x_pd, and its mask."""
     mask = (p < positions)[:, None] & (c < D)[None, :]
@@ -198,54 +263,23 @@ def tile_at(p, c, positions, D: tl.constexpr):
 
 
 @triton.jit
-def load_row(ptr, s, p, positions, reads):
-    """Load the values of read s from a tensor x_sp as fp32."""
-    return tl.load(ptr + s * positions + p, (p < positions) & (s < reads), other=0.0).to(tl.float32)
+def load_row(ptr, s, p, positions):
+    """Load row s of a tensor x_sp as fp32."""
+    return tl.load(ptr + s * positions + p, p < positions, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_reads(ptr, at, mask, positions, reads, D: tl.constexpr):
+def load_reads(ptr, at, mask, positions, D: tl.constexpr, COUNT: tl.constexpr):
     """Load a tile of each read from a tensor x_spd as fp32."""
     tiles = ()
-    for s in tl.static_range(READS):
-        tile = tl.zeros(at.shape, tl.float32)
-        if s < reads:
-            tile = tl.load(ptr + tl.cast(positions, tl.int64) * (s * D) + at, mask, other=0.0).to(tl.float32)
-        tiles += (tile,)
+    for s in tl.static_range(COUNT):
+        tiles += (load_fp32(ptr, tl.cast(positions, tl.int64) * (s * D) + at, mask),)
     return tiles
 
 
 @triton.jit
-def store_reads(ptr, at, tiles, mask, positions, reads, D: tl.constexpr):
+def store_reads(ptr, at, tiles, mask, positions, D: tl.constexpr, COUNT: tl.constexpr):
     """Store a tile of each read into a tensor x_spd."""
-    for s in tl.static_range(READS):
-        if s < reads:
-            out = tiles[s].to(ptr.dtype.element_ty)
-            tl.store(ptr + tl.cast(positions, tl.int64) * (s * D) + at, out, mask)
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def _scores(
-    tensor_ptrs, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr, EPS: tl.constexpr, PER_SOURCE: tl.constexpr
-):
-    table_ptr, query_ptr, raw_ptr, scale_ptr = tensor_ptrs
-    j = tl.program_id(1)
-    p, s = tl.program_id(0) * SCORE_ROWS + tl.arange(0, SCORE_ROWS), tl.arange(0, DOT_READS)
-    query_at = (s * n + j) * D if PER_SOURCE else s * D
-    products = tl.zeros([SCORE_ROWS, DOT_READS], tl.float32)
-    squares = tl.zeros([SCORE_ROWS], tl.float32)
-    for first in range(0, D, WIDTH):
-        c = first + tl.arange(0, WIDTH)
-        at, mask = tile_at(p, c, positions, D)
-        x = load_source(table_ptr, j, at, mask, NARROW)
-        query = load_fp32(query_ptr, query_at[:, None] + c[None, :], (s < reads)[:, None] & (c < D)[None, :])
-        products = tl.dot(x, tl.trans(query), products, input_precision="tf32x3")
-        if EPS is not None:
-            squares += tl.sum(x * x, axis=1)
-    at = ((j * reads + s) * positions)[None, :] + p[:, None]
-    tl.store(raw_ptr + at, products, (p < positions)[:, None] & (s < reads)[None, :])
-    if not PER_SOURCE:
-        scale = tl.full([SCORE_ROWS], 1.0, tl.float32)
-        if EPS is not None:
-            scale = tl.rsqrt(squares / D + EPS)
-        tl.store(scale_ptr + j * positions + p, scale, p < positions)
+    for s in tl.static_range(COUNT):
+        out = tiles[s].to(ptr.dtype.element_ty)
+        tl.store(ptr + tl.cast(positions, tl.int64) * (s * D) + at, out, mask)

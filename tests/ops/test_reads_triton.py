@@ -28,10 +28,10 @@ READS = ("attend", "weighted", "gated")
 # Triton's interpreter takes time for every position and source, so it gets few of them, in programs of few
 TOKENS, ROWS = (9, 16) if DEVICE == "cuda" else (4, 3)
 KERNELS = {
-    reads_triton: ("_write_table", "_scores"),
-    attend_ops: ("_softmax", "_forward", "_score_grads", "_source_grads"),
+    reads_triton: ("_write_table",),
+    attend_ops: ("_forward", "_backward"),
     one_triton: ("_forward", "_backward"),
-    gated_triton: ("_forward", "_score_grads", "_source_grads", "_parameter_grads"),
+    gated_triton: ("_scores", "_forward", "_score_grads", "_source_grads", "_bias_grads", "_gate_grads"),
     weighted_triton: ("_forward", "_backward"),
 }
 # one read and several, of sources of two dtypes, forward and backward

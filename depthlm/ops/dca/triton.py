@@ -2,8 +2,8 @@
 """`gated_reads` in Triton.
 
 A first kernel computes all scores w . x. Then each program of the forward pass computes a tile of the output for all
-reads. The backward pass computes the gradients of the scores, for which it needs all dimensions, and then the
-gradients of everything else.
+reads. The backward pass computes the gradients of the scores, for which it needs all dimensions, and then those of the
+sources, of b and of w. The reads of a launch are a constant, so that no branch delays the loads of the next one.
 
 Shapes: s reads, n sources, p positions, d width.
 """
@@ -21,24 +21,28 @@ from depthlm.ops.reads_triton import (
     DOT_READS,
     FEW_WARPS,
     HALF_ROWS,
-    READS,
     ROWS,
     WARPS,
     WIDTH,
     aligned,
     inputs_of,
+    load_parts,
     load_reads,
+    load_row,
     load_source,
+    product,
     row_programs,
-    scores,
+    source_of,
     store_grad,
     store_reads,
     tile_at,
 )
 from depthlm.ops.triton_common import load_fp32, tl, triton
 
-# sources and reads of a program of `_parameter_grads`, which has a sum of b for each pair of them in registers
-SOURCES, FEW_READS = tl.constexpr(3), tl.constexpr(3)
+# sources of a program of `_score_grads`; sources and reads of one of `_bias_grads`, which has a sum for each pair
+SCORE_SOURCES, SOURCES, FEW_READS = tl.constexpr(4), tl.constexpr(3), tl.constexpr(3)
+# positions of a tile of `_scores` and `_gate_grads`
+SCORE_ROWS, GATE_ROWS = tl.constexpr(64), tl.constexpr(64)
 
 
 def gated(b_snd: Tensor, w_snd: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None = None) -> Tensor:
@@ -59,10 +63,12 @@ def forward(parameters, sources, start, eps, outputs):
     b, w = (aligned(x) for x in parameters)
     out, score = outputs
     inputs = inputs_of(sources, len(b))
-    scores(w, inputs, score)
+    n, positions, reads = inputs.sizes
+    grid = triton.cdiv(positions, SCORE_ROWS.value), n
+    inputs.launch(_scores, grid, FEW_WARPS, [inputs.table, w, score], KIND=inputs.kind)
     # without a start, its pointer is not used
     begin = aligned(start[0]) if start else out
-    inputs.launch(_forward, inputs.tiles, WARPS, [(inputs.table, b, score), begin, out], len(start))
+    inputs.launch(_forward, inputs.tiles, WARPS, [(inputs.table, b, score), begin, out], len(start), COUNT=reads)
 
 
 @torch.library.custom_op(operator_name(__name__, "gated_reads_backward"), **BACKWARD)
@@ -73,11 +79,14 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     n, positions, reads = inputs.sizes
     row_tiles, columns = inputs.tiles
     programs, rows = row_programs(positions)
-    groups = triton.cdiv(n, SOURCES.value) * triton.cdiv(reads, FEW_READS.value)
     read_ptrs = grad, inputs.table, b, score, grad_score
-    inputs.launch(_score_grads, (row_tiles,), WARPS, [read_ptrs])
-    inputs.launch(_source_grads, inputs.tiles, FEW_WARPS, [read_ptrs, w])
-    inputs.launch(_parameter_grads, (groups, columns, programs), FEW_WARPS, [read_ptrs, partial], rows)
+    grid = row_tiles, triton.cdiv(n, SCORE_SOURCES.value)
+    inputs.launch(_score_grads, grid, WARPS, [read_ptrs], COUNT=reads)
+    inputs.launch(_source_grads, inputs.tiles, WARPS, [read_ptrs, w], COUNT=reads)
+    grid = triton.cdiv(n, SOURCES.value) * triton.cdiv(reads, FEW_READS.value), columns, programs
+    inputs.launch(_bias_grads, grid, FEW_WARPS, [read_ptrs[:4], partial[0]], rows)
+    grid, tensors = (n, columns, programs), [inputs.table, grad_score, partial[1]]
+    inputs.launch(_gate_grads, grid, FEW_WARPS, tensors, rows, KIND=inputs.kind)
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
@@ -96,126 +105,152 @@ def _load_b(b_ptr, s, j, n, c, D: tl.constexpr):
     return tl.load(b_ptr + (s * n + j) * D + c, c < D, other=0.0).to(tl.float32)[None, :]
 
 
-@triton.jit
-def _load_score(score_ptr, s, j, p, positions, reads):
-    return tl.load(score_ptr + (j * reads + s) * positions + p, (p < positions) & (s < reads), other=0.0)
-
-
-@triton.jit
-def _zeros(COUNT: tl.constexpr, HEIGHT: tl.constexpr):
-    """Return COUNT tiles of zeros."""
-    zeros = ()
-    for _ in tl.static_range(COUNT):
-        zeros += (tl.zeros([HEIGHT, WIDTH], tl.float32),)
-    return zeros
+@triton.jit(do_not_specialize=COUNTS)
+def _scores(
+    table_ptr, w_ptr, score_ptr, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr, KIND: tl.constexpr
+):
+    j = tl.program_id(1)
+    p, s = tl.program_id(0) * SCORE_ROWS + tl.arange(0, SCORE_ROWS), tl.arange(0, DOT_READS)
+    x_ptrs, flags = source_of(table_ptr, j, NARROW)
+    score = tl.zeros([DOT_READS, SCORE_ROWS], tl.float32)
+    for first in range(0, D, WIDTH):
+        c = first + tl.arange(0, WIDTH)
+        at, mask = tile_at(p, c, positions, D)
+        high, low = load_parts(x_ptrs, flags, at, mask, KIND)
+        w = load_fp32(w_ptr, (s * n + j)[:, None] * D + c[None, :], (s < reads)[:, None] & (c < D)[None, :])
+        score = product(w, tl.trans(high), tl.trans(low), score, KIND)
+    at = (j * reads + s)[:, None] * positions + p[None, :]
+    tl.store(score_ptr + at, score, (s < reads)[:, None] & (p < positions)[None, :])
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _forward(read_ptrs, start_ptr, out_ptr, n, positions, reads, started, D: tl.constexpr, NARROW: tl.constexpr):
+def _forward(
+    read_ptrs,
+    start_ptr,
+    out_ptr,
+    n,
+    positions,
+    reads,
+    started,
+    D: tl.constexpr,
+    NARROW: tl.constexpr,
+    COUNT: tl.constexpr,
+):
     table_ptr, b_ptr, score_ptr = read_ptrs
     p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     at, mask = tile_at(p, c, positions, D)
-    out = load_reads(start_ptr, at, mask & (started != 0), positions, reads, D)
+    out = load_reads(start_ptr, at, mask & (started != 0), positions, D, COUNT)
     for j in range(n):
         x = load_source(table_ptr, j, at, mask, NARROW)
         sums = ()
-        for s in tl.static_range(READS):
-            total = out[s]
-            if s < reads:
-                score = _load_score(score_ptr, s, j, p, positions, reads)[:, None]
-                total += tl.maximum(_load_b(b_ptr, s, j, n, c, D) + score, 0.0) * x
-            sums += (total,)
+        for s in tl.static_range(COUNT):
+            score = load_row(score_ptr, j * COUNT + s, p, positions)[:, None]
+            sums += (out[s] + tl.maximum(_load_b(b_ptr, s, j, n, c, D) + score, 0.0) * x,)
         out = sums
-    store_reads(out_ptr, at, out, mask, positions, reads, D)
+    store_reads(out_ptr, at, out, mask, positions, D, COUNT)
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _score_grads(read_ptrs, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr):
+def _score_grads(read_ptrs, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr, COUNT: tl.constexpr):
     grad_ptr, table_ptr, b_ptr, score_ptr, grad_score_ptr = read_ptrs
     p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    begin = tl.program_id(1) * SCORE_SOURCES
+    sums = ()
+    for _ in tl.static_range(SCORE_SOURCES * COUNT):
+        sums += (tl.zeros([ROWS], tl.float32),)
     for first in range(0, D, WIDTH):
         c = first + tl.arange(0, WIDTH)
         at, mask = tile_at(p, c, positions, D)
-        grad = load_reads(grad_ptr, at, mask, positions, reads, D)
-        for j in range(n):
+        grad, totals = load_reads(grad_ptr, at, mask, positions, D, COUNT), ()
+        for k in tl.static_range(SCORE_SOURCES):
+            # what is computed again for the last source is not stored
+            j = min(begin + k, n - 1)
             x = load_source(table_ptr, j, at, mask, NARROW)
-            for s in tl.static_range(READS):
-                if s < reads:
-                    score = _load_score(score_ptr, s, j, p, positions, reads)[:, None]
-                    is_open = _load_b(b_ptr, s, j, n, c, D) + score > 0.0
-                    grad_score = tl.sum(tl.where(is_open, grad[s] * x, 0.0), axis=1)
-                    to_ptr = grad_score_ptr + (j * reads + s) * positions + p
-                    grad_score += tl.load(to_ptr, (p < positions) & (first > 0), other=0.0)
-                    tl.store(to_ptr, grad_score, p < positions)
-        # the sums that one thread stored are read by others
-        tl.debug_barrier()
+            for s in tl.static_range(COUNT):
+                is_open = _load_b(b_ptr, s, j, n, c, D) > -load_row(score_ptr, j * COUNT + s, p, positions)[:, None]
+                totals += (sums[k * COUNT + s] + tl.sum(tl.where(is_open, grad[s] * x, 0.0), axis=1),)
+        sums = totals
+    for k in tl.static_range(SCORE_SOURCES):
+        for s in tl.static_range(COUNT):
+            at = ((begin + k) * COUNT + s) * positions + p
+            tl.store(grad_score_ptr + at, sums[k * COUNT + s], (p < positions) & (begin + k < n))
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _source_grads(read_ptrs, w_ptr, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr):
+def _source_grads(read_ptrs, w_ptr, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr, COUNT: tl.constexpr):
     grad_ptr, table_ptr, b_ptr, score_ptr, grad_score_ptr = read_ptrs
     p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    c, dot_s = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH), tl.arange(0, DOT_READS)
+    c = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     at, mask = tile_at(p, c, positions, D)
-    grad = load_reads(grad_ptr, at, mask, positions, reads, D)
+    grad = load_reads(grad_ptr, at, mask, positions, D, COUNT)
     for j in range(n):
-        grad_score = _load_score(grad_score_ptr, dot_s[None, :], j, p[:, None], positions, reads)
-        w_at = ((dot_s * n + j) * D)[:, None] + c[None, :]
-        w = load_fp32(w_ptr, w_at, (dot_s < reads)[:, None] & (c < D)[None, :])
-        grad_x = tl.dot(grad_score, w, input_precision="tf32x3")
-        for s in tl.static_range(READS):
-            if s < reads:
-                score = _load_score(score_ptr, s, j, p, positions, reads)[:, None]
-                grad_x += tl.maximum(_load_b(b_ptr, s, j, n, c, D) + score, 0.0) * grad[s]
+        grad_x = tl.zeros([ROWS, WIDTH], tl.float32)
+        for s in tl.static_range(COUNT):
+            score = load_row(score_ptr, j * COUNT + s, p, positions)[:, None]
+            grad_x += tl.maximum(_load_b(b_ptr, s, j, n, c, D) + score, 0.0) * grad[s]
+            grad_x += load_row(grad_score_ptr, j * COUNT + s, p, positions)[:, None] * _load_b(w_ptr, s, j, n, c, D)
         store_grad(table_ptr, j, at, grad_x, mask, NARROW)
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _parameter_grads(read_ptrs, partial_ptr, n, positions, reads, rows, D: tl.constexpr, NARROW: tl.constexpr):
-    grad_ptr, table_ptr, b_ptr, score_ptr, grad_score_ptr = read_ptrs
+def _bias_grads(read_ptrs, partial_ptr, n, positions, reads, rows, D: tl.constexpr, NARROW: tl.constexpr):
+    grad_ptr, table_ptr, b_ptr, score_ptr = read_ptrs
     # groups of reads are next to each other, so that a source is loaded from memory for only one of them
     groups = tl.cdiv(reads, FEW_READS)
     first_s, first_j = tl.program_id(0) % groups * FEW_READS, tl.program_id(0) // groups * SOURCES
-    c, dot_s = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH), tl.arange(0, DOT_READS)
-    grad_w, grad_b = _zeros(SOURCES, DOT_READS), _zeros(FEW_READS * SOURCES, HALF_ROWS)
+    c, sums = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH), ()
+    for _ in tl.static_range(FEW_READS * SOURCES):
+        sums += (tl.zeros([HALF_ROWS, WIDTH], tl.float32),)
     first = tl.program_id(2) * rows
     for row in range(first, min(first + rows, positions), HALF_ROWS):
         p = row + tl.arange(0, HALF_ROWS)
         at, mask = tile_at(p, c, positions, D)
-        xs, sums_w, sums_b = (), (), ()
+        xs, totals = (), ()
         for k in tl.static_range(SOURCES):
-            # what is computed again for the last source is not stored
-            j = min(first_j + k, n - 1)
-            x, total = load_source(table_ptr, j, at, mask, NARROW), grad_w[k]
-            # one product has room for all reads, so only the first group of reads computes it
-            if first_s == 0:
-                grad_score = _load_score(grad_score_ptr, dot_s[:, None], j, p[None, :], positions, reads)
-                total = tl.dot(grad_score, x, total, input_precision="tf32x3")
-            xs += (x,)
-            sums_w += (total,)
+            # what is computed again for the last source, or for the last read, is not stored
+            xs += (load_source(table_ptr, min(first_j + k, n - 1), at, mask, NARROW),)
         for s in tl.static_range(FEW_READS):
-            read = first_s + s
-            grad = load_fp32(grad_ptr, tl.cast(positions, tl.int64) * (read * D) + at, mask & (read < reads))
+            read = min(first_s + s, reads - 1)
+            grad = load_fp32(grad_ptr, tl.cast(positions, tl.int64) * (read * D) + at, mask)
             for k in tl.static_range(SOURCES):
-                total = grad_b[s * SOURCES + k]
-                if read < reads:
-                    j = min(first_j + k, n - 1)
-                    score = _load_score(score_ptr, read, j, p, positions, reads)[:, None]
-                    is_open = _load_b(b_ptr, read, j, n, c, D) + score > 0.0
-                    total += tl.where(is_open, grad * xs[k], 0.0)
-                sums_b += (total,)
-        grad_w, grad_b = sums_w, sums_b
-    # the partial sums of the biases come first, then those of w
-    size = tl.cast(reads * n, tl.int64) * D
-    partial_ptr += tl.program_id(2) * size
-    for k in tl.static_range(SOURCES):
-        j = first_j + k
-        if j < n:
-            for s in tl.static_range(FEW_READS):
-                if first_s + s < reads:
-                    total = tl.sum(grad_b[s * SOURCES + k], axis=0)
-                    tl.store(partial_ptr + ((first_s + s) * n + j) * D + c, total, c < D)
-            if first_s == 0:
-                to_ptr = partial_ptr + tl.num_programs(2) * size + ((dot_s * n + j) * D)[:, None] + c[None, :]
-                tl.store(to_ptr, grad_w[k], (dot_s < reads)[:, None] & (c < D)[None, :])
+                j = min(first_j + k, n - 1)
+                is_open = (
+                    _load_b(b_ptr, read, j, n, c, D) > -load_row(score_ptr, j * reads + read, p, positions)[:, None]
+                )
+                totals += (sums[s * SOURCES + k] + tl.where(is_open, grad * xs[k], 0.0),)
+        sums = totals
+    partial_ptr += tl.program_id(2) * tl.cast(reads * n, tl.int64) * D
+    for s in tl.static_range(FEW_READS):
+        for k in tl.static_range(SOURCES):
+            at, kept = ((first_s + s) * n + first_j + k) * D + c, (first_s + s < reads) & (first_j + k < n)
+            tl.store(partial_ptr + at, tl.sum(sums[s * SOURCES + k], axis=0), (c < D) & kept)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _gate_grads(
+    table_ptr,
+    grad_score_ptr,
+    partial_ptr,
+    n,
+    positions,
+    reads,
+    rows,
+    D: tl.constexpr,
+    NARROW: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    j, c = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    s, grad_w = tl.arange(0, DOT_READS), tl.zeros([DOT_READS, WIDTH], tl.float32)
+    x_ptrs, flags = source_of(table_ptr, j, NARROW)
+    first = tl.program_id(2) * rows
+    end = min(first + rows, positions)
+    for row in range(first, end, GATE_ROWS):
+        p = row + tl.arange(0, GATE_ROWS)
+        at, mask = tile_at(p, c, end, D)
+        high, low = load_parts(x_ptrs, flags, at, mask, KIND)
+        score_at = (j * reads + s)[:, None] * positions + p[None, :]
+        grad_score = tl.load(grad_score_ptr + score_at, (s < reads)[:, None] & (p < end)[None, :], other=0.0)
+        grad_w = product(grad_score, high, low, grad_w, KIND)
+    partial_ptr += tl.program_id(2) * tl.cast(reads * n, tl.int64) * D
+    tl.store(partial_ptr + ((s * n + j) * D)[:, None] + c[None, :], grad_w, (s < reads)[:, None] & (c < D)[None, :])

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-"""`weighted_reads` in Triton. The backward pass is two matrix products per tile of up to 16 sources and 16 reads.
+"""`weighted_reads` in Triton. The backward pass is two matrix products per tile of sources and 16 reads.
 
 Shapes: s reads, n sources, p positions, d width, v values (p and d together).
 """
@@ -15,25 +15,27 @@ from depthlm.ops.reads import BACKWARD, FORWARD, BackwardInputs, Kernels, read
 from depthlm.ops.reads_triton import (
     COUNTS,
     DOT_READS,
-    READS,
+    MIXED,
     ROWS,
     WARPS,
     WIDTH,
     aligned,
     inputs_of,
+    load_parts,
     load_reads,
     load_source,
-    load_typed,
-    pointers,
+    parts_of,
+    product,
+    rows_of,
     store_reads,
     store_typed,
     tile_at,
 )
 from depthlm.ops.triton_common import load_fp32, split_work, tl, triton
 
-# values and sources of a tile of the backward pass
-TILE_VALUES, SOURCES, BACKWARD_WARPS = tl.constexpr(64), tl.constexpr(16), 2
-# programs of the backward pass for each 16 sources
+# sources and values of a tile of the backward pass
+SOURCES, TILE_VALUES, BACKWARD_WARPS = tl.constexpr(32), tl.constexpr(128), 4
+# programs of the backward pass for each SOURCES
 PROGRAMS = 512
 
 
@@ -49,7 +51,7 @@ def forward(parameters, sources, start, eps, outputs):
     inputs = inputs_of(sources, len(weights))
     begin = aligned(start[0]) if start else out
     tensors = inputs.table, weights.contiguous(), begin, out
-    inputs.launch(_forward, inputs.tiles, WARPS, tensors, len(start))
+    inputs.launch(_forward, inputs.tiles, WARPS, tensors, len(start), COUNT=len(weights))
 
 
 @torch.library.custom_op(operator_name(__name__, "weighted_reads_backward"), **BACKWARD)
@@ -59,7 +61,7 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     programs, steps = _programs(sources[0].numel())
     grid = triton.cdiv(len(sources), SOURCES.value), programs
     tensors = aligned(grads[0]), inputs.table, weights.contiguous(), partial
-    inputs.launch(_backward, grid, BACKWARD_WARPS, tensors, steps)
+    inputs.launch(_backward, grid, BACKWARD_WARPS, tensors, steps, KIND=inputs.kind)
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
@@ -76,53 +78,67 @@ KERNELS = Kernels("denseformer", 1, lambda parameters, sources: [], forward, bac
 
 
 def _programs(values: int) -> tuple[int, int]:
-    """Return the programs of the backward pass for each 16 sources, and the tiles of each."""
+    """Return the programs of the backward pass for each SOURCES, and the tiles of each."""
     return split_work(triton.cdiv(values, TILE_VALUES.value), PROGRAMS)
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["weights_ptr"])
 def _forward(
-    table_ptr, weights_ptr, start_ptr, out_ptr, n, positions, reads, started, D: tl.constexpr, NARROW: tl.constexpr
+    table_ptr,
+    weights_ptr,
+    start_ptr,
+    out_ptr,
+    n,
+    positions,
+    reads,
+    started,
+    D: tl.constexpr,
+    NARROW: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
     p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     at, mask = tile_at(p, c, positions, D)
-    out = load_reads(start_ptr, at, mask & (started != 0), positions, reads, D)
+    out = load_reads(start_ptr, at, mask & (started != 0), positions, D, COUNT)
     for j in range(n):
         x = load_source(table_ptr, j, at, mask, NARROW)
         sums = ()
-        for s in tl.static_range(READS):
-            weight = tl.load(weights_ptr + s * n + j, s < reads, other=0.0).to(tl.float32)
+        for s in tl.static_range(COUNT):
+            weight = tl.load(weights_ptr + s * n + j).to(tl.float32)
             sums += (out[s] + weight * x,)
         out = sums
-    store_reads(out_ptr, at, out, mask, positions, reads, D)
+    store_reads(out_ptr, at, out, mask, positions, D, COUNT)
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["weights_ptr"])
 def _backward(
-    grad_ptr, table_ptr, weights_ptr, partial_ptr, n, positions, reads, steps, D: tl.constexpr, NARROW: tl.constexpr
+    grad_ptr,
+    table_ptr,
+    weights_ptr,
+    partial_ptr,
+    n,
+    positions,
+    reads,
+    steps,
+    D: tl.constexpr,
+    NARROW: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     j, s = tl.program_id(0) * SOURCES + tl.arange(0, SOURCES), tl.arange(0, DOT_READS)
-    x_ptrs = _rows(pointers(tl.load(table_ptr + j * 3, j < n, other=0), NARROW))
-    grad_x_ptrs = _rows(pointers(tl.load(table_ptr + j * 3 + 1, j < n, other=0), NARROW))
-    flags = tl.load(table_ptr + j * 3 + 2, j < n, other=0)[:, None]
+    x_ptrs, flags = rows_of(table_ptr, 0, j, n, NARROW)
+    grad_x_ptrs, _ = rows_of(table_ptr, 1, j, n, NARROW)
     weights = load_fp32(weights_ptr, s[None, :] * n + j[:, None], (j < n)[:, None] & (s < reads)[None, :])
-    values, grad_weights = tl.cast(positions, tl.int64) * D, tl.zeros([SOURCES, DOT_READS], tl.float32)
+    values, grad_weights = tl.cast(positions, tl.int64) * D, tl.zeros([DOT_READS, SOURCES], tl.float32)
     for step in range(steps):
         v = (tl.cast(tl.program_id(1), tl.int64) * steps + step) * TILE_VALUES + tl.arange(0, TILE_VALUES)
         grad_at = tl.cast(positions, tl.int64) * (s * D)[:, None] + v[None, :]
         grad = load_fp32(grad_ptr, grad_at, (s < reads)[:, None] & (v < values)[None, :])
         mask = (j < n)[:, None] & (v < values)[None, :]
-        x = load_typed(x_ptrs, flags & 1, v[None, :], mask)
-        grad_weights = tl.dot(x, tl.trans(grad), grad_weights, input_precision="tf32x3")
-        grad_x = tl.dot(weights, grad, input_precision="tf32x3")
+        high, low = load_parts(x_ptrs, flags, v[None, :], mask, KIND)
+        grad_weights = product(grad, tl.trans(high), tl.trans(low), grad_weights, KIND)
+        grad_x = tl.zeros([SOURCES, TILE_VALUES], tl.float32)
+        grad_high, grad_low = parts_of(grad, KIND)
+        grad_x = product(weights, grad_high, grad_low, grad_x, MIXED | KIND)
         store_typed(grad_x_ptrs, flags & 1, flags & 2, v[None, :], grad_x, mask, NARROW)
-    to_ptr = partial_ptr + (tl.program_id(1) * tl.num_programs(0) * SOURCES + j)[:, None] * DOT_READS + s[None, :]
+    to_ptr = partial_ptr + (tl.program_id(1) * tl.num_programs(0) * SOURCES + j)[None, :] * DOT_READS + s[:, None]
     tl.store(to_ptr, grad_weights)
-
-
-@triton.jit
-def _rows(ptrs):
-    """Return pointers to the first value of each source, one per row of a tile."""
-    narrow_ptr, wide_ptr = ptrs
-    return narrow_ptr[:, None], wide_ptr[:, None]
