@@ -168,10 +168,8 @@ def test_the_kernels_compile_for_gpus() -> None:
     types: dict[str, Any] = {f"{name}_ptr": "*bf16" for name in names}
     types |= {f"{name}_ptr": "*fp32" for name in ("lse", "merged")}
     types |= dict.fromkeys(("rows", "tokens", "n", "fresh"), "i32")
-    kernels = []
     for e, groups in ((64, 4), (128, 3), (256, 16)):
-        for name in ("_forward", "_backward"):
-            values = triton_ops.settings_of(e, 4, groups, name == "_backward")._asdict()
-            constants = settings_of(**{key: value.value for key, value in values.items()})
-            kernels.append((name, types | {"settings": constants}, {}))
-    compile_kernels("depthlm.ops.moda.triton", kernels)
+        constants, warps = triton_ops.settings_of(e, 4, groups, torch.bfloat16)
+        values = {key: value.value for key, value in constants._asdict().items()} | {"dtype": "bfloat16"}
+        kernels = [(name, types | {"settings": settings_of(**values)}, {}) for name in ("_forward", "_backward")]
+        compile_kernels("depthlm.ops.moda.triton", kernels, warps)
