@@ -2,10 +2,10 @@
 """`moda_depth` in Triton. All entries are read by one launch forward and by one backward.
 
 A program has all queries of a key/value head at a position, and loops over the entries there, a tile of them at a time.
-Scores and sums are products of the queries, padded to 16, and the entries, which tensor cores compute: as in flash
-attention, the probabilities and the gradients of scores are rounded to 16 bits if the entries have 16 bits. More than
-16 queries are processed one after the other, and each time the entries are read again. A program is a single warp for
-heads of up to 64 values, so that its threads need no barriers, and many programs run at once.
+Scores and sums are products of the queries, padded to 16, and the entries, which tensor cores compute. If queries and
+entries have the same 16 bits, so have the probabilities and the gradients of scores, as in flash attention. Groups of
+16 queries are processed one after the other, and each of them reads the entries again. For heads of up to 64 values in
+16 bits, a program is a single warp, so that no warp waits for another one, and many programs run at once.
 
 Shapes: b batch, t tokens, h query heads, k key/value heads, g queries per key/value head, e head size, n depth entries,
 2 a key and a value, r rows (b, t, k).
@@ -109,6 +109,7 @@ class Settings(NamedTuple):
     """The constants of both kernels. scale: of a score. groups: queries per key/value head.
 
     head_size, padded_size: of a head, and of its tile, a power of 2. dtype: of the factors of matrix products.
+    stages: tiles of entries that are in shared memory or on their way to it, and one more; 1: none, only registers.
     """
 
     scale: tl.constexpr
@@ -117,6 +118,7 @@ class Settings(NamedTuple):
     head_size: tl.constexpr
     padded_size: tl.constexpr
     dtype: tl.constexpr
+    stages: tl.constexpr
 
 
 def _launch(kernel, q_bthe, tensors, entries_n2btke, *numbers):
@@ -132,8 +134,10 @@ def _launch(kernel, q_bthe, tensors, entries_n2btke, *numbers):
 def settings_of(e: int, num_kv_heads: int, groups: int, dtype: torch.dtype) -> tuple[Settings, int]:
     """Return the constants of a kernel, and its warps."""
     padded_size = max(16, triton.next_power_of_2(e))
+    # with more bytes, shared memory would be too small on some GPUs
+    nbytes = padded_size * dtype.itemsize
     sizes = num_kv_heads, groups, e, padded_size, getattr(tl, str(dtype).removeprefix("torch."))
-    return constants(Settings, e**-0.5, *sizes), max(1, padded_size // 64)
+    return constants(Settings, e**-0.5, *sizes, 3 if nbytes <= 256 else 1), max(1, nbytes // 128)
 
 
 @triton.jit
@@ -172,7 +176,7 @@ def _forward(q_ptr, out_ptr, lse_ptr, entries_ptr, context_ptr, merged_ptr, rows
         # the sequence part counts as one entry with score l and value o. Scores are in units of log 2, since a GPU
         # computes powers of 2
         top_g, total_g = load_fp32(lse_ptr, at_lse, mask_lse) * LOG2E, tl.full((GROUP,), 1.0, tl.float32)
-        for j in tl.range(0, n, TILE, num_stages=3):
+        for j in tl.range(0, n, TILE, num_stages=settings.stages):
             valid_n = tile_n < n - j
             at, mask = tile_ne + j * 2 * plane, valid_n[:, None] & mask_e[None, :]
             key_ne = tl.load(entries_ptr + at, mask, other=0.0)
@@ -199,8 +203,8 @@ def _backward(
         q_ge, grad_ge = tl.load(q_ptr + at_q, mask_q, other=0.0), tl.load(grad_ptr + at_q, mask_q, other=0.0)
         delta_g = tl.sum(grad_ge.to(tl.float32) * load_fp32(context_ptr, at_q, mask_q), axis=1)
         lse_g = load_fp32(lse_ptr, at_lse, mask_lse) * LOG2E
-        grad_q_ge = tl.zeros(at_q.shape, tl.float32)
-        for j in tl.range(0, n, TILE, num_stages=3):
+        grad_q_ge = load_fp32(grad_q_ptr, at_q, mask_q)
+        for j in tl.range(0, n, TILE, num_stages=settings.stages):
             valid_n = tile_n < n - j
             at, mask = tile_ne + j * 2 * plane, valid_n[:, None] & mask_e[None, :]
             key_ne = tl.load(entries_ptr + at, mask, other=0.0)
@@ -211,11 +215,12 @@ def _backward(
             score_ng = _dot(key_ne, tl.trans(q_ge), settings) * (settings.scale * LOG2E)
             p_ng = tl.where(valid_n[:, None], tl.exp2(score_ng - lse_g[None, :]), 0.0)
             # in the padding of a group, q and grad are 0
-            grad_score_ng = p_ng * (_dot(value_ne, tl.trans(grad_ge), settings) - delta_g[None, :])
-            store_as(sums_ptr, at, _dot(grad_score_ng, q_ge, settings) * settings.scale + sum_key, mask)
+            grad_p_ng = _dot(value_ne, tl.trans(grad_ge), settings)
+            grad_score_ng = p_ng * (grad_p_ng - delta_g[None, :]) * settings.scale
+            store_as(sums_ptr, at, _dot(grad_score_ng, q_ge, settings) + sum_key, mask)
             store_as(sums_ptr, at + plane, _dot(p_ng, grad_ge, settings) + sum_value, mask)
             grad_q_ge += _dot(tl.trans(grad_score_ng), key_ne, settings)
-        store_as(out_ptr, at_q, load_fp32(grad_q_ptr, at_q, mask_q) + grad_q_ge * settings.scale, mask_q)
+        store_as(out_ptr, at_q, grad_q_ge, mask_q)
         # the next queries read the sums, maybe in other threads
         if first + GROUP < settings.groups:
             tl.debug_barrier()

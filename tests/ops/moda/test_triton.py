@@ -60,7 +60,7 @@ def test_equals_the_reference(n: int, kv_heads: int, groups: int, t: int, e: int
     assert_same(tensors(n, kv_heads, groups, t, e), fresh=min(fresh, n))
 
 
-@pytest.mark.parametrize(("n", "groups", "e"), [(1, 1, 8), (2, 8, 256), (2, 16, 256), (1, 40, 4)])
+@pytest.mark.parametrize(("n", "groups", "e"), [(1, 1, 8), (2, 8, 256), (2, 16, 256), (17, 40, 4)])
 def test_smallest_and_largest_shapes(n: int, groups: int, e: int) -> None:
     assert_same(tensors(n, 1, groups, 3, e, b=1), 2e-5, fresh=1)
 
