@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs
-"""`moda_depth` in Triton. Each entry is read once forward and once backward, by one launch for all entries.
+"""`moda_depth` in Triton. All entries are read by one launch forward and by one backward.
 
-A program processes several rows, each with all queries of a key/value head at a position, and loops over the entries.
-It uses fp32 vector operations and no matrix products, so any number of queries per head works. The queries of a head
-are the first axis of a tile, so that a thread has all of them for its part of an entry: the entry needs no exchange
-between threads, and neither does the sum of its gradient over the queries.
+A program has all queries of a key/value head at a position, and loops over the entries there, a tile of them at a time.
+Scores and sums are products of the queries, padded to 16, and the entries, which tensor cores compute. If queries and
+entries have the same 16 bits, so have the probabilities and the gradients of scores, as in flash attention. Groups of
+16 queries are processed one after the other, and each of them reads the entries again. For heads of up to 64 values in
+16 bits, a program is a single warp, so that no warp waits for another one, and many programs run at once.
 
 Shapes: b batch, t tokens, h query heads, k key/value heads, g queries per key/value head, e head size, n depth entries,
 2 a key and a value, r rows (b, t, k).
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from depthlm.ops.autograd import operator_name
-from depthlm.ops.backend import expect
+from depthlm.ops.backend import expect, interpreted
 from depthlm.ops.triton_common import (
     check_heads,
     constants,
@@ -30,9 +31,8 @@ from depthlm.ops.triton_common import (
 )
 
 LOG2E = tl.constexpr(math.log2(math.e))
-# queries of a head that a program processes at once, and values of a key that it has in registers: 8 per thread are one
-# load of 128 bits. The backward pass holds three tensors of the shape of the queries, so for many queries it takes half
-GROUP, TILE = 8, 1024
+# queries of a head, and entries, that a program processes at once: `tl.dot` requires 16
+GROUP, TILE = tl.constexpr(16), tl.constexpr(16)
 
 
 def moda_depth(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,76 +108,88 @@ def _(grad_bhte, q_bhte, context_bhte, lse_bht, grad_q_bhte, entries_n2btke, sum
 class Settings(NamedTuple):
     """The constants of both kernels. scale: of a score. groups: queries per key/value head.
 
-    group_tile: queries of a head that are processed at once, a power of 2. head_size, padded_size: of a head, and of
-    its tile, a power of 2. rows: of a program.
+    head_size, padded_size: of a head, and of its tile, a power of 2. dtype: of the factors of matrix products.
+    stages: tiles of entries that are in shared memory or on their way to it, and one more; 1: none, only registers.
     """
 
     scale: tl.constexpr
     num_kv_heads: tl.constexpr
     groups: tl.constexpr
-    group_tile: tl.constexpr
     head_size: tl.constexpr
     padded_size: tl.constexpr
-    rows: tl.constexpr
+    dtype: tl.constexpr
+    stages: tl.constexpr
 
 
 def _launch(kernel, q_bthe, tensors, entries_n2btke, *numbers):
     (b, t, h, e), (n, *_, num_kv_heads, _) = q_bthe.shape, entries_n2btke.shape
-    settings, rows = settings_of(e, num_kv_heads, h // num_kv_heads, kernel is _backward), b * t * num_kv_heads
+    # of different dtypes, both are exact only in fp32. In 16 bits, Triton's interpreter computes wrong products
+    dtype = entries_n2btke.dtype if entries_n2btke.dtype == q_bthe.dtype and not interpreted() else torch.float32
+    settings, warps = settings_of(e, num_kv_heads, h // num_kv_heads, dtype)
+    rows = b * t * num_kv_heads
     with torch.cuda.device_of(q_bthe):
-        grid = (triton.cdiv(rows, settings.rows.value),)
-        kernel[grid](q_bthe, *tensors, rows, t, n, *numbers, settings, num_warps=4)
+        kernel[(rows,)](q_bthe, *tensors, rows, t, n, *numbers, settings, num_warps=warps)
 
 
-def settings_of(e: int, num_kv_heads: int, groups: int, backward: bool) -> Settings:
-    """Return the constants of a kernel."""
-    group_tile, padded_size = min(GROUP, triton.next_power_of_2(groups)), triton.next_power_of_2(e)
-    tile = TILE // 2 if backward and group_tile > 4 else TILE
-    sizes = num_kv_heads, groups, group_tile, e, padded_size, max(1, tile // padded_size)
-    return constants(Settings, e**-0.5, *sizes)
+def settings_of(e: int, num_kv_heads: int, groups: int, dtype: torch.dtype) -> tuple[Settings, int]:
+    """Return the constants of a kernel, and its warps."""
+    padded_size = max(16, triton.next_power_of_2(e))
+    # with more bytes, shared memory would be too small on some GPUs
+    nbytes = padded_size * dtype.itemsize
+    sizes = num_kv_heads, groups, e, padded_size, getattr(tl, str(dtype).removeprefix("torch."))
+    return constants(Settings, e**-0.5, *sizes, 3 if nbytes <= 256 else 1), max(1, nbytes // 128)
 
 
 @triton.jit
-def _places(rows, tokens, first, settings):
-    """Return offsets and masks of a group of queries [g, r, e], their log-sum-exp [g, r] and entries [1, r, e]."""
-    r = tl.program_id(0).to(tl.int64) * settings.rows + tl.arange(0, settings.rows)
-    g, e = first + tl.arange(0, settings.group_tile), tl.arange(0, settings.padded_size)
-    mask_1re = (r < rows)[None, :, None] & (e < settings.head_size)[None, None, :]
-    position = r // settings.num_kv_heads
-    head = (r % settings.num_kv_heads)[None, :] * settings.groups + g[:, None]
-    start_r = position // tokens * (settings.num_kv_heads * settings.groups)
-    at_gr = start_r[None, :] * tokens + head * tokens + (position % tokens)[None, :]
-    at_1re = (r * settings.head_size)[None, :, None] + e[None, None, :]
-    at_gre = (g * settings.head_size)[:, None, None] + (r * (settings.groups * settings.head_size))[None, :, None]
-    mask_gr = (g < settings.groups)[:, None] & (r < rows)[None, :]
-    mask_gre = mask_gr[:, :, None] & (e < settings.head_size)[None, None, :]
-    return at_gre + e[None, None, :], mask_gre, at_gr, mask_gr, at_1re, mask_1re
+def _dot(a, b, settings):
+    return tl.dot(a.to(settings.dtype), b.to(settings.dtype), input_precision="tf32x3")
+
+
+@triton.jit
+def _queries(tokens, first, settings):
+    """Return offsets and masks of a group of queries [g, e] and of their log-sum-exp [g]."""
+    r, g = tl.program_id(0).to(tl.int64), first + tl.arange(0, GROUP)
+    e, position = tl.arange(0, settings.padded_size), r // settings.num_kv_heads
+    head = position // tokens * settings.num_kv_heads + r % settings.num_kv_heads
+    at_g = (head * settings.groups + g) * tokens + position % tokens
+    at_ge = r * (settings.groups * settings.head_size) + g[:, None] * settings.head_size + e[None, :]
+    mask_g = g < settings.groups
+    return at_ge, mask_g[:, None] & (e < settings.head_size)[None, :], at_g, mask_g
+
+
+@triton.jit
+def _entries(plane, settings):
+    """Return the entries [n] of a tile, the offsets [n, e] of the keys of the first one, and the mask [e] of a head."""
+    n, e = tl.arange(0, TILE), tl.arange(0, settings.padded_size)
+    at_ne = tl.program_id(0).to(tl.int64) * settings.head_size + n[:, None] * (2 * plane) + e[None, :]
+    return n, at_ne, e < settings.head_size
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "n"])
 def _forward(q_ptr, out_ptr, lse_ptr, entries_ptr, context_ptr, merged_ptr, rows, tokens, n, settings):
     # values of all keys of an entry
     plane = rows.to(tl.int64) * settings.head_size
-    for first in range(0, settings.groups, settings.group_tile):
-        at_q, mask_q, at_lse, mask_lse, at, mask = _places(rows, tokens, first, settings)
-        # scores are in units of log 2, since a GPU computes powers of 2
-        q = load_fp32(q_ptr, at_q, mask_q) * (settings.scale * LOG2E)
-        context = load_fp32(out_ptr, at_q, mask_q)
-        # the sequence part counts as one entry with score l and value o
-        top = load_fp32(lse_ptr, at_lse, mask_lse) * LOG2E
-        total = tl.full(top.shape, 1.0, tl.float32)
-        for j in tl.range(n, num_stages=3):
-            entry_ptr = entries_ptr + j * 2 * plane
-            key, value = load_fp32(entry_ptr, at, mask), load_fp32(entry_ptr + plane, at, mask)
-            score = tl.sum(q * key, axis=2)
-            # of the two factors one is 1
-            rises, factor = score > top, tl.exp2(-tl.abs(score - top))
-            old, weight = tl.where(rises, factor, 1.0), tl.where(rises, 1.0, factor)
-            total = total * old + weight
-            context = context * old[:, :, None] + weight[:, :, None] * value
-            top = tl.maximum(top, score)
-        store_as(context_ptr, at_q, context / total[:, :, None], mask_q)
-        tl.store(merged_ptr + at_lse, (top + tl.log2(total)) / LOG2E, mask_lse)
+    tile_n, tile_ne, mask_e = _entries(plane, settings)
+    for first in range(0, settings.groups, GROUP):
+        at_q, mask_q, at_lse, mask_lse = _queries(tokens, first, settings)
+        q_ge, context_ge = tl.load(q_ptr + at_q, mask_q, other=0.0), load_fp32(out_ptr, at_q, mask_q)
+        # the sequence part counts as one entry with score l and value o. Scores are in units of log 2, since a GPU
+        # computes powers of 2
+        top_g, total_g = load_fp32(lse_ptr, at_lse, mask_lse) * LOG2E, tl.full((GROUP,), 1.0, tl.float32)
+        for j in tl.range(0, n, TILE, num_stages=settings.stages):
+            valid_n = tile_n < n - j
+            at, mask = tile_ne + j * 2 * plane, valid_n[:, None] & mask_e[None, :]
+            key_ne = tl.load(entries_ptr + at, mask, other=0.0)
+            value_ne = tl.load(entries_ptr + at + plane, mask, other=0.0)
+            score_gn = _dot(q_ge, tl.trans(key_ne), settings) * (settings.scale * LOG2E)
+            score_gn = tl.where(valid_n[None, :], score_gn, float("-inf"))
+            higher_g = tl.maximum(top_g, tl.max(score_gn, axis=1))
+            factor_g, p_gn = tl.exp2(top_g - higher_g), tl.exp2(score_gn - higher_g[:, None])
+            total_g = total_g * factor_g + tl.sum(p_gn, axis=1)
+            context_ge = context_ge * factor_g[:, None] + _dot(p_gn, value_ne, settings)
+            top_g = higher_g
+        store_as(context_ptr, at_q, context_ge / total_g[:, None], mask_q)
+        tl.store(merged_ptr + at_lse, (top_g + tl.log2(total_g)) / LOG2E, mask_lse)
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "n", "fresh"])
@@ -185,26 +197,30 @@ def _backward(
     q_ptr, grad_ptr, context_ptr, grad_q_ptr, lse_ptr, entries_ptr, out_ptr, sums_ptr, rows, tokens, n, fresh, settings
 ):
     plane = rows.to(tl.int64) * settings.head_size
-    for first in range(0, settings.groups, settings.group_tile):
-        at_q, mask_q, at_lse, mask_lse, at, mask = _places(rows, tokens, first, settings)
-        q, grad = load_fp32(q_ptr, at_q, mask_q) * settings.scale, load_fp32(grad_ptr, at_q, mask_q)
-        delta = tl.sum(grad * load_fp32(context_ptr, at_q, mask_q), axis=2)
-        lse = load_fp32(lse_ptr, at_lse, mask_lse) * LOG2E
-        grad_q = load_fp32(grad_q_ptr, at_q, mask_q)
-        for j in tl.range(n, num_stages=3):
-            key_at = at + j * 2 * plane
-            value_at = key_at + plane
-            key, value = load_fp32(entries_ptr, key_at, mask), load_fp32(entries_ptr, value_at, mask)
-            p = tl.exp2(tl.sum(q * key, axis=2) * LOG2E - lse)
-            grad_score = p * (tl.sum(grad * value, axis=2) - delta)
-            grad_q += (grad_score * settings.scale)[:, :, None] * key
-            # q includes the scale; in the padding of a group, q and grad are 0
-            grad_key = tl.sum(grad_score[:, :, None] * q, axis=0)[None, :, :]
-            grad_value = tl.sum(p[:, :, None] * grad, axis=0)[None, :, :]
-            summed = mask & ((j >= fresh) | (first > 0))
-            store_as(sums_ptr, key_at, grad_key + load_fp32(sums_ptr, key_at, summed), mask)
-            store_as(sums_ptr, value_at, grad_value + load_fp32(sums_ptr, value_at, summed), mask)
-        store_as(out_ptr, at_q, grad_q, mask_q)
+    tile_n, tile_ne, mask_e = _entries(plane, settings)
+    for first in range(0, settings.groups, GROUP):
+        at_q, mask_q, at_lse, mask_lse = _queries(tokens, first, settings)
+        q_ge, grad_ge = tl.load(q_ptr + at_q, mask_q, other=0.0), tl.load(grad_ptr + at_q, mask_q, other=0.0)
+        delta_g = tl.sum(grad_ge.to(tl.float32) * load_fp32(context_ptr, at_q, mask_q), axis=1)
+        lse_g = load_fp32(lse_ptr, at_lse, mask_lse) * LOG2E
+        grad_q_ge = load_fp32(grad_q_ptr, at_q, mask_q)
+        for j in tl.range(0, n, TILE, num_stages=settings.stages):
+            valid_n = tile_n < n - j
+            at, mask = tile_ne + j * 2 * plane, valid_n[:, None] & mask_e[None, :]
+            key_ne = tl.load(entries_ptr + at, mask, other=0.0)
+            value_ne = tl.load(entries_ptr + at + plane, mask, other=0.0)
+            summed = mask & ((tile_n >= fresh - j) | (first > 0))[:, None]
+            sum_key, sum_value = load_fp32(sums_ptr, at, summed), load_fp32(sums_ptr, at + plane, summed)
+            # queries are columns, so that the two larger products have these tiles as they are
+            score_ng = _dot(key_ne, tl.trans(q_ge), settings) * (settings.scale * LOG2E)
+            p_ng = tl.where(valid_n[:, None], tl.exp2(score_ng - lse_g[None, :]), 0.0)
+            # in the padding of a group, q and grad are 0
+            grad_p_ng = _dot(value_ne, tl.trans(grad_ge), settings)
+            grad_score_ng = p_ng * (grad_p_ng - delta_g[None, :]) * settings.scale
+            store_as(sums_ptr, at, _dot(grad_score_ng, q_ge, settings) + sum_key, mask)
+            store_as(sums_ptr, at + plane, _dot(p_ng, grad_ge, settings) + sum_value, mask)
+            grad_q_ge += _dot(tl.trans(grad_score_ng), key_ne, settings)
+        store_as(out_ptr, at_q, grad_q_ge, mask_q)
         # the next queries read the sums, maybe in other threads
-        if first + settings.group_tile < settings.groups:
+        if first + GROUP < settings.groups:
             tl.debug_barrier()

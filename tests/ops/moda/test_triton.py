@@ -60,7 +60,7 @@ def test_equals_the_reference(n: int, kv_heads: int, groups: int, t: int, e: int
     assert_same(tensors(n, kv_heads, groups, t, e), fresh=min(fresh, n))
 
 
-@pytest.mark.parametrize(("n", "groups", "e"), [(1, 1, 8), (2, 8, 256), (2, 16, 256), (1, 40, 4)])
+@pytest.mark.parametrize(("n", "groups", "e"), [(1, 1, 8), (2, 8, 256), (2, 16, 256), (17, 40, 4)])
 def test_smallest_and_largest_shapes(n: int, groups: int, e: int) -> None:
     assert_same(tensors(n, 1, groups, 3, e, b=1), 2e-5, fresh=1)
 
@@ -168,10 +168,8 @@ def test_the_kernels_compile_for_gpus() -> None:
     types: dict[str, Any] = {f"{name}_ptr": "*bf16" for name in names}
     types |= {f"{name}_ptr": "*fp32" for name in ("lse", "merged")}
     types |= dict.fromkeys(("rows", "tokens", "n", "fresh"), "i32")
-    kernels = []
     for e, groups in ((64, 4), (128, 3), (256, 16)):
-        for name in ("_forward", "_backward"):
-            values = triton_ops.settings_of(e, 4, groups, name == "_backward")._asdict()
-            constants = settings_of(**{key: value.value for key, value in values.items()})
-            kernels.append((name, types | {"settings": constants}, {}))
-    compile_kernels("depthlm.ops.moda.triton", kernels)
+        constants, warps = triton_ops.settings_of(e, 4, groups, torch.bfloat16)
+        values = {key: value.value for key, value in constants._asdict().items()} | {"dtype": "bfloat16"}
+        kernels = [(name, types | {"settings": settings_of(**values)}, {}) for name in ("_forward", "_backward")]
+        compile_kernels("depthlm.ops.moda.triton", kernels, warps)
