@@ -247,10 +247,9 @@ class Translator(Accesses):
         self.result(i, f"extract({self.operand(i.operands[1], i.type)}, {start}, {length})", i.type)
 
     def do_prmt(self, i):
-        selector = self.number(i.operands[3])
-        if selector is None or i.marks != ("b32",):
-            raise Unknown("prmt of a register")
-        a, b = (self.operand(x, "b32") for x in i.operands[1:3])
+        if i.marks != ("b32",):
+            raise Unknown("prmt with a mode")
+        a, b, selector = (self.operand(x, "b32") for x in i.operands[1:4])
         self.result(i, f"permute({a}, {b}, {selector})", "b32")
 
     def do_selp(self, i):
