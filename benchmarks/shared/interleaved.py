@@ -16,7 +16,7 @@ from benchmarks.shared.reporting import Results, error_text, write_json
 
 Step = Callable[[], object]
 # kernels of a step that a result lists, and characters of their names
-KERNELS, NAME = 16, 100
+KERNELS, NAME = 40, 100
 
 
 def measure(

@@ -107,7 +107,7 @@ def _pointers(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def kind_of(sources: Sequence[Tensor]) -> int:
-    """Return how the factors of matrix products with these sources are stored (`load_parts`)."""
+    """Return how the kernels store these tensors as factors of matrix products (`load_parts`)."""
     dtypes = {x.dtype for x in sources}
     return (EXACT if dtypes == {torch.float32} else BFLOAT16 if dtypes == {torch.bfloat16} else MIXED).value
 
@@ -203,9 +203,9 @@ def rows_of(table_ptr, column: tl.constexpr, j, n, NARROW: tl.constexpr):
 
 @triton.jit
 def load_parts(ptrs, flags, at, mask, KIND: tl.constexpr):
-    """Load a tile with a row per source as two parts in bf16 whose sum has 16 bits of precision.
+    """Load a tile with a row per source as parts: of kind MIXED two in bf16, whose sum has 16 bits of precision.
 
-    KIND: MIXED. BFLOAT16: all sources are in bf16; EXACT: all are in fp32. Then there is one part, in that dtype.
+    BFLOAT16: all sources are in bf16; EXACT: all are in fp32. Then the first part is everything.
     """
     if KIND == BFLOAT16:
         high = tl.load(ptrs[0] + at, mask, other=0.0).to(PART)
@@ -214,44 +214,41 @@ def load_parts(ptrs, flags, at, mask, KIND: tl.constexpr):
         high = tl.load(ptrs[1] + at, mask, other=0.0)
         low = high
     else:
-        high, low = split(load_typed(ptrs, flags & 1, at, mask))
+        high, low = parts_of(load_typed(ptrs, flags & 1, at, mask), MIXED)
     return high, low
-
-
-@triton.jit
-def split(x):
-    """Return two parts in bf16 whose sum is x in 16 bits of precision."""
-    high = x.to(PART)
-    return high, (x - high.to(tl.float32)).to(PART)
 
 
 @triton.jit
 def parts_of(x, KIND: tl.constexpr):
-    """Return the parts of a tensor in fp32 for a product beside sources of this kind. Its own kind is MIXED | KIND."""
-    if KIND == EXACT:
-        high = x
-        low = x
-    else:
-        high, low = split(x)
-    return high, low
+    """Return the parts of a tensor in fp32."""
+    high = x.to(PART) if KIND != EXACT else x
+    return high, (x - high.to(tl.float32)).to(high.dtype)
 
 
 @triton.jit
-def whole(high, low, KIND: tl.constexpr):
-    """Return what `load_parts` has loaded in fp32."""
-    return high.to(tl.float32) + low.to(tl.float32) if KIND == MIXED else high.to(tl.float32)
+def transposed(parts):
+    """Return the transposed parts of a matrix."""
+    return tl.trans(parts[0]), tl.trans(parts[1])
 
 
 @triton.jit
-def product(a, high, low, total, KIND: tl.constexpr):
-    """Return a @ x + total in fp32, where a is in fp32, and high and low are the parts of x, as `load_parts` says."""
-    if KIND == EXACT:
-        total = tl.dot(a, high, total, input_precision="tf32x3")
+def whole(parts, KIND: tl.constexpr):
+    """Return the sum of parts in fp32."""
+    x = parts[0].to(tl.float32)
+    return x + parts[1].to(tl.float32) if KIND == MIXED else x
+
+
+@triton.jit
+def product(x, y, total, X: tl.constexpr, Y: tl.constexpr):
+    """Return x @ y + total in fp32 for the parts of two matrices. X, Y: their kinds; both or none are EXACT."""
+    if X == EXACT:
+        total = tl.dot(x[0], y[0], total, input_precision="tf32x3")
     else:
-        a_high, a_low = split(a)
-        total = tl.dot(a_low, high, tl.dot(a_high, high, total))
-        if KIND == MIXED:
-            total = tl.dot(a_high, low, total)
+        total = tl.dot(x[0], y[0], total)
+        if X == MIXED:
+            total = tl.dot(x[1], y[0], total)
+        if Y == MIXED:
+            total = tl.dot(x[0], y[1], total)
     return total
 
 

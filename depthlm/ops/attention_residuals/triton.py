@@ -1,13 +1,13 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-"""`depth_attend` in Triton. A program has all sources of a position, and up to MAX_READS reads.
+"""`depth_attend` in Triton. A program has all sources of one or several positions, and up to MAX_READS reads.
 
-For one position, the scores and the outputs of all reads are products of small matrices, [s, d] x [d, n] and
-[s, n] x [n, d], so they run on tensor cores. A source is loaded twice forward and twice backward, the second time
-mostly from the L2 cache. In the backward pass, the gradients of the outputs and the queries are one matrix of 2 s
-rows, so that the products with the sources, and the gradient of a source, take one product each.
+Scores and outputs are matrix products on tensor cores. The columns c of a matrix of scores are the sources of all
+positions of the program, COLUMNS in all for few sources, and its rows r are their reads. Only the blocks of a position
+with itself count; elsewhere the weights are zero, so that one product mixes the sources of all positions. A source is
+loaded twice forward and twice backward, the second time mostly from the L2 cache.
 One read of at most ADDRESSES sources has its own kernels.
 
-Shapes: s reads, n sources, p positions, d width, r rows: the reads, padded to 8, twice.
+Shapes: s reads, n sources, p positions, d width.
 """
 
 from collections.abc import Sequence
@@ -29,33 +29,37 @@ from depthlm.ops.reads_triton import (
     Inputs,
     aligned,
     inputs_of,
+    kind_of,
     load_parts,
     parts_of,
     product,
     rows_of,
     store_typed,
+    transposed,
     whole,
 )
-from depthlm.ops.triton_common import constants, load_fp32, split_work, tl, triton
+from depthlm.ops.triton_common import constants, load_fp32, split_work, store_as, tl, triton
 
-# values of all sources in a tile, and warps of a program
-TILE, WARPS = 8192, 8
+# sources of all positions of a program, and dimensions of a tile
+COLUMNS, WIDTH, WARPS = 64, 64, 4
 # programs of a backward pass, each with its own partial sums
 PROGRAMS = 512
 
 
 class Settings(NamedTuple):
-    """Constants of the kernels. D: d. N: n, padded. WIDTH: dimensions of a tile. NARROW: the dtype of 16-bit sources.
-
-    KIND: of the sources, as in `load_parts`.
+    """Constants of the kernels. D: d. N: n, padded. P: positions of a program. ROWS: their reads, padded. WIDTH: of a
+    tile. NARROW: the dtype of 16-bit sources. KIND, GRAD_KIND: of the sources and of the gradients (`load_parts`).
     """
 
     D: tl.constexpr
     N: tl.constexpr
+    P: tl.constexpr
+    ROWS: tl.constexpr
     WIDTH: tl.constexpr
     EPS: tl.constexpr
     NARROW: tl.constexpr
     KIND: tl.constexpr
+    GRAD_KIND: tl.constexpr
 
 
 def depth_attend(
@@ -78,200 +82,230 @@ def depth_attend(
 
 
 def allocate(parameters: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
-    """Return empty lse_sp and scale_pn (1 / rms)."""
-    shape, reads = sources[0].shape[:-1], len(parameters[0])
-    shapes = (reads, *shape), (shape.numel(), len(sources))
+    """Return empty lse_sp, raw_psn (q . x) and scale_pn (1 / rms)."""
+    shape, reads, n = sources[0].shape[:-1], len(parameters[0]), len(sources)
+    shapes = (reads, *shape), (shape.numel(), reads, n), (shape.numel(), n)
     return [sources[0].new_empty(x, dtype=torch.float32) for x in shapes]
+
+
+def positions_of(n: int) -> int:
+    """Return the positions of a program."""
+    return max(1, COLUMNS // max(8, triton.next_power_of_2(n)))
+
+
+def settings_of(inputs: Inputs, eps: float | None, grad: Tensor | None = None) -> Settings:
+    """Return the constants of a kernel; grad: the gradients of the outputs."""
+    d, padded = inputs.settings["D"], max(8, triton.next_power_of_2(inputs.sizes[0]))
+    positions, width = positions_of(inputs.sizes[0]), max(16, min(WIDTH, WIDTH * COLUMNS // padded))
+    # beside sources in fp32, gradients are in fp32
+    kind = inputs.kind if grad is None or inputs.kind else kind_of([grad]) and MIXED.value
+    rows = max(DOT_READS.value, positions * READS.value)
+    return constants(Settings, d, padded, positions, rows, width, eps, inputs.settings["NARROW"], inputs.kind, kind)
+
+
+def _programs(positions: int, n: int) -> tuple[int, int]:
+    """Return the programs of the backward pass, and the positions of each."""
+    return split_work(positions, PROGRAMS, positions_of(n))
 
 
 @torch.library.custom_op(operator_name(__name__, "depth_attend"), **FORWARD)
 def forward(parameters, sources, start, eps, outputs):
     query, *bias = (aligned(x) for x in parameters)
-    out, lse, scale = outputs
+    out, lse, raw, scale = outputs
     inputs = inputs_of(sources, len(query))
     # without a bias or a start, these pointers are not used
-    tensors = inputs.table, query, *(bias or [query]), *([aligned(x) for x in start] or (out, lse)), out, lse, scale
-    _launch(_forward, lse.numel() // len(query), inputs, [tensors], int(bool(start)), len(bias), eps=eps)
+    read_ptrs = inputs.table, query, *(bias or [query]), *([aligned(x) for x in start] or (out, lse))
+    settings, numbers = settings_of(inputs, eps), (*inputs.sizes, int(bool(start)), len(bias))
+    grid = (triton.cdiv(inputs.sizes[1], settings.P.value),)
+    with torch.cuda.device_of(query):
+        _forward[grid](read_ptrs, (out, lse, raw, scale), *numbers, settings, num_warps=WARPS)
 
 
 @torch.library.custom_op(operator_name(__name__, "depth_attend_backward"), **BACKWARD)
 def launch_backward(grads, outputs, parameters, sources, start, eps, source_grads, added, sums):
-    lse, scale = outputs
+    lse, raw, scale = outputs
     (query, *bias), (grad, *grad_lse), starts = ([aligned(x) for x in y] for y in (parameters, grads, start))
     partial_query, partial_bias, *start_grads = sums
     inputs = inputs_of(sources, len(query), source_grads, added)
-    programs, rows = split_work(lse.numel() // len(query), PROGRAMS)
+    programs, rows = _programs(inputs.sizes[1], len(sources))
     # without a bias, a gradient of lse or a start, these pointers are not used
-    read_ptrs = (
-        inputs.table,
-        query,
-        *(bias or [query]),
-        grad,
-        *(grad_lse or [lse]),
-        lse,
-        scale,
-        *(starts or (grad, lse)),
-    )
+    read_ptrs = inputs.table, query, *(bias or [query]), *(starts or (grad, lse))
+    grad_ptrs = grad, *(grad_lse or [lse]), lse, raw, scale
     sum_ptrs = partial_query, partial_bias, *(start_grads or (grad, lse))
-    flags = int(bool(start)), len(bias), len(grad_lse)
-    _launch(_backward, programs, inputs, [read_ptrs, sum_ptrs], rows, *flags, eps=eps)
+    numbers = *inputs.sizes, rows, int(bool(start)), len(bias), len(grad_lse)
+    settings = settings_of(inputs, eps, grad)
+    with torch.cuda.device_of(query):
+        _backward[(programs,)](read_ptrs, grad_ptrs, sum_ptrs, *numbers, settings, num_warps=WARPS)
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
-    (query, *bias), lse = inputs.parameters, inputs.outputs[0]
-    programs, _ = split_work(lse[0].numel(), PROGRAMS)
-    partial_query = lse.new_empty(programs, *query.shape)
-    partial_bias = lse.new_empty(programs, len(inputs.sources))
+    (query, *bias), lse, n = inputs.parameters, inputs.outputs[0], len(inputs.sources)
+    programs, _ = _programs(lse[0].numel(), n)
+    partial_query, partial_bias = lse.new_empty(programs, *query.shape), lse.new_empty(programs, positions_of(n), n)
     start_grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs.start]
     launch_backward(*inputs, [partial_query, partial_bias, *start_grads])
-    return [partial_query.sum(0).to(query.dtype), *(partial_bias.sum(0).to(x.dtype) for x in bias), *start_grads]
+    grad_bias = [partial_bias.sum((0, 1)).to(x.dtype) for x in bias]
+    return [partial_query.sum(0).to(query.dtype), *grad_bias, *start_grads]
 
 
 KERNELS = Kernels("attention_residuals", 2, allocate, forward, backward, saves_start=True)
 
 
-def _launch(kernel, programs: int, inputs: Inputs, tensors, *numbers, eps: float | None) -> None:
-    padded = max(16, triton.next_power_of_2(len(inputs.sources)))
-    width = max(16, min(TILE // padded, triton.next_power_of_2(inputs.settings["D"])))
-    values = inputs.settings["D"], padded, width, eps, inputs.settings["NARROW"], inputs.kind
-    with torch.cuda.device_of(inputs.table):
-        kernel[(programs,)](*tensors, *inputs.sizes, *numbers, constants(Settings, *values), num_warps=WARPS)
+@triton.jit
+def _columns(p, n, positions, SETTINGS):
+    """Return the source and the position of each column, and which columns exist."""
+    c = tl.arange(0, SETTINGS.P * SETTINGS.N)
+    j, p_c = c % SETTINGS.N, p + c // SETTINGS.N
+    return j, p_c, (j < n) & (p_c < positions)
+
+
+@triton.jit
+def _rows(p, positions, reads, SETTINGS):
+    """Return the read and the position of each row, and which rows exist."""
+    r = tl.arange(0, SETTINGS.ROWS)
+    s, p_r = r % READS, p + r // READS
+    return s, p_r, (s < reads) & (p_r < positions) & (r < SETTINGS.P * READS)
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _forward(tensor_ptrs, n, positions, reads, started, biased, SETTINGS):
-    table_ptr, query_ptr, bias_ptr, start_ptr, start_lse_ptr, out_ptr, lse_ptr, scale_ptr = tensor_ptrs
-    p = tl.program_id(0)
-    j, s, c = tl.arange(0, SETTINGS.N), tl.arange(0, DOT_READS), tl.arange(0, SETTINGS.WIDTH)
+def _forward(read_ptrs, out_ptrs, n, positions, reads, started, biased, SETTINGS):
+    table_ptr, query_ptr, bias_ptr, start_ptr, start_lse_ptr = read_ptrs
+    out_ptr, lse_ptr, raw_ptr, scale_ptr = out_ptrs
+    p, w, dot_s = tl.program_id(0) * SETTINGS.P, tl.arange(0, SETTINGS.WIDTH), tl.arange(0, DOT_READS)
+    j, p_c, mask_c = _columns(p, n, positions, SETTINGS)
+    s, p_r, mask_r = _rows(p, positions, reads, SETTINGS)
     x_ptrs, flags = rows_of(table_ptr, 0, j, n, SETTINGS.NARROW)
-    at = tl.cast(p, tl.int64) * SETTINGS.D
-    raw = tl.zeros([DOT_READS, SETTINGS.N], tl.float32)
-    squares = tl.zeros([SETTINGS.N, SETTINGS.WIDTH], tl.float32)
+    x_at = (tl.cast(p_c, tl.int64) * SETTINGS.D)[:, None] + w[None, :]
+    raw = tl.zeros([DOT_READS, SETTINGS.P * SETTINGS.N], tl.float32)
+    squares = tl.zeros([SETTINGS.P * SETTINGS.N, SETTINGS.WIDTH], tl.float32)
     for first in range(0, SETTINGS.D, SETTINGS.WIDTH):
-        mask_c = (first + c < SETTINGS.D)[None, :]
-        high, low = load_parts(x_ptrs, flags, at + first + c[None, :], (j < n)[:, None] & mask_c, SETTINGS.KIND)
-        query = load_fp32(query_ptr, s[:, None] * SETTINGS.D + first + c[None, :], (s < reads)[:, None] & mask_c)
-        raw = product(query, tl.trans(high), tl.trans(low), raw, SETTINGS.KIND)
+        mask_w = (first + w < SETTINGS.D)[None, :]
+        x = load_parts(x_ptrs, flags, x_at + first, mask_c[:, None] & mask_w, SETTINGS.KIND)
+        at = dot_s[:, None] * SETTINGS.D + first + w[None, :]
+        query = parts_of(load_fp32(query_ptr, at, (dot_s < reads)[:, None] & mask_w), MIXED | SETTINGS.KIND)
+        raw = product(query, transposed(x), raw, MIXED | SETTINGS.KIND, SETTINGS.KIND)
         if SETTINGS.EPS is not None:
-            x = whole(high, low, SETTINGS.KIND)
-            squares += x * x
-    scale = tl.full([SETTINGS.N], 1.0, tl.float32)
+            squares += whole(x, SETTINGS.KIND) * whole(x, SETTINGS.KIND)
+    scale = tl.full([SETTINGS.P * SETTINGS.N], 1.0, tl.float32)
     if SETTINGS.EPS is not None:
         scale = tl.rsqrt(tl.sum(squares, axis=1) / SETTINGS.D + SETTINGS.EPS)
-    tl.store(scale_ptr + tl.cast(p, tl.int64) * n + j, scale, j < n)
-    bias = tl.load(bias_ptr + j, (j < n) & (biased != 0), other=0.0).to(tl.float32)
-    score = tl.where((j < n)[None, :], raw * scale[None, :] + bias[None, :], float("-inf"))
-    lse_at, mask_s = s * positions + p, s < reads
+    tl.store(scale_ptr + tl.cast(p_c, tl.int64) * n + j, scale, mask_c)
+    raw_at = (tl.cast(p_c, tl.int64) * reads)[None, :] + dot_s[:, None]
+    tl.store(raw_ptr + raw_at * n + j[None, :], raw, (dot_s < reads)[:, None] & mask_c[None, :])
+    bias = tl.load(bias_ptr + j, mask_c & (biased != 0), other=0.0).to(tl.float32)
+    score = _of_rows(raw * scale[None, :] + bias[None, :], SETTINGS)
+    score = tl.where((p_r[:, None] == p_c[None, :]) & mask_c[None, :], score, float("-inf"))
+    lse_at = s * positions + p_r
     # without a start, its share is zero
-    start_lse = tl.load(start_lse_ptr + lse_at, mask_s & (started != 0), other=float("-inf")).to(tl.float32)
-    top = tl.maximum(tl.max(score, axis=1), start_lse)
+    start_lse = tl.load(start_lse_ptr + lse_at, mask_r & (started != 0), other=float("-inf")).to(tl.float32)
+    top = tl.where(mask_r, tl.maximum(tl.max(score, axis=1), start_lse), 0.0)
     weight, share = tl.exp(score - top[:, None]), tl.exp(start_lse - top)
-    total = tl.sum(weight, axis=1) + share
-    tl.store(lse_ptr + lse_at, top + tl.log(total), mask_s)
-    weight /= total[:, None]
+    total = tl.where(mask_r, tl.sum(weight, axis=1) + share, 1.0)
+    tl.store(lse_ptr + lse_at, top + tl.log(total), mask_r)
     share /= total
-    row_at = tl.cast(lse_at, tl.int64)[:, None] * SETTINGS.D
+    weights = parts_of(weight / total[:, None], MIXED | SETTINGS.KIND)
+    row_at = (tl.cast(lse_at, tl.int64) * SETTINGS.D)[:, None] + w[None, :]
     for first in range(0, SETTINGS.D, SETTINGS.WIDTH):
-        mask_c = (first + c < SETTINGS.D)[None, :]
-        high, low = load_parts(x_ptrs, flags, at + first + c[None, :], (j < n)[:, None] & mask_c, SETTINGS.KIND)
-        out_at, mask = row_at + first + c[None, :], mask_s[:, None] & mask_c
-        out = load_fp32(start_ptr, out_at, mask & (started != 0)) * share[:, None]
-        out = product(weight, high, low, out, SETTINGS.KIND)
-        tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask)
+        mask_w = (first + w < SETTINGS.D)[None, :]
+        x = load_parts(x_ptrs, flags, x_at + first, mask_c[:, None] & mask_w, SETTINGS.KIND)
+        mask = mask_r[:, None] & mask_w
+        out = load_fp32(start_ptr, row_at + first, mask & (started != 0)) * share[:, None]
+        out = product(weights, x, out, MIXED | SETTINGS.KIND, SETTINGS.KIND)
+        tl.store(out_ptr + row_at + first, out.to(out_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
-def _halves(x_rn):
-    """Return the first and the last 8 rows."""
-    return tl.split(tl.permute(tl.reshape(x_rn, (2, READS, x_rn.shape[1])), (1, 2, 0)))
+def _of_rows(x_sc, SETTINGS):
+    """Return a row for each read of each position; x_sc: a row for each of DOT_READS reads, of which READS count."""
+    columns: tl.constexpr = SETTINGS.P * SETTINGS.N
+    few, _ = tl.split(tl.permute(tl.reshape(x_sc, (2, READS, columns)), (1, 2, 0)))
+    repeated = tl.broadcast_to(few[None, :, :], (SETTINGS.ROWS // READS, READS, columns))
+    return tl.reshape(repeated, (SETTINGS.ROWS, columns))
 
 
 @triton.jit
-def _stacked(first_sn, last_sn):
-    """Return 16 rows, the inverse of `_halves`."""
-    return tl.reshape(tl.permute(tl.join(first_sn, last_sn), (2, 0, 1)), (2 * READS, first_sn.shape[1]))
-
-
-@triton.jit
-def _grads_and_queries(grad_ptr, query_ptr, r, p, first, positions, reads, SETTINGS):
-    """Load a tile with the gradients of the outputs of all reads, and then their queries."""
-    c = first + tl.arange(0, SETTINGS.WIDTH)
-    mask_c = (c < SETTINGS.D)[None, :]
-    grad_at = tl.cast(r * positions + p, tl.int64)[:, None] * SETTINGS.D + c[None, :]
-    grad = load_fp32(grad_ptr, grad_at, (r < reads)[:, None] & mask_c)
-    is_query = (r >= READS) & (r < reads + READS)
-    return grad + load_fp32(query_ptr, (r - READS)[:, None] * SETTINGS.D + c[None, :], is_query[:, None] & mask_c)
+def _of_reads(x_rc, SETTINGS):
+    """Return the sum over the positions for each of DOT_READS reads."""
+    columns: tl.constexpr = SETTINGS.P * SETTINGS.N
+    few = tl.sum(tl.reshape(x_rc, (SETTINGS.ROWS // READS, READS, columns)), axis=0)
+    return tl.reshape(tl.permute(tl.join(few, tl.zeros_like(few)), (2, 0, 1)), (DOT_READS, columns))
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _backward(read_ptrs, sum_ptrs, n, positions, reads, rows, started, biased, given_lse, SETTINGS):
-    table_ptr, query_ptr, bias_ptr, grad_ptr, grad_lse_ptr, lse_ptr, scale_ptr, start_ptr, start_lse_ptr = read_ptrs
+def _backward(read_ptrs, grad_ptrs, sum_ptrs, n, positions, reads, rows, started, biased, given_lse, SETTINGS):
+    table_ptr, query_ptr, bias_ptr, start_ptr, start_lse_ptr = read_ptrs
+    grad_ptr, grad_lse_ptr, lse_ptr, raw_ptr, scale_ptr = grad_ptrs
     partial_query_ptr, partial_bias_ptr, grad_start_ptr, grad_start_lse_ptr = sum_ptrs
-    j, r, c = tl.arange(0, SETTINGS.N), tl.arange(0, DOT_READS), tl.arange(0, SETTINGS.WIDTH)
-    s, is_query, program = tl.arange(0, READS), (r >= READS) & (r < reads + READS), tl.program_id(0)
-    x_ptrs, flags = rows_of(table_ptr, 0, j, n, SETTINGS.NARROW)
-    grad_x_ptrs, _ = rows_of(table_ptr, 1, j, n, SETTINGS.NARROW)
-    bias = tl.load(bias_ptr + j, (j < n) & (biased != 0), other=0.0).to(tl.float32)
-    grad_bias = tl.zeros([SETTINGS.N], tl.float32)
+    w, dot_s, program = tl.arange(0, SETTINGS.WIDTH), tl.arange(0, DOT_READS), tl.program_id(0)
     begin = program * rows
-    for p in range(begin, min(begin + rows, positions)):
-        at, lse_at, mask_s = tl.cast(p, tl.int64) * SETTINGS.D, s * positions + p, s < reads
-        # the products of the sources with the gradients of the outputs, and with the queries
-        products = tl.zeros([DOT_READS, SETTINGS.N], tl.float32)
+    grad_bias = tl.zeros([SETTINGS.P * SETTINGS.N], tl.float32)
+    for p in range(begin, min(begin + rows, positions), SETTINGS.P):
+        j, p_c, mask_c = _columns(p, n, positions, SETTINGS)
+        s, p_r, mask_r = _rows(p, positions, reads, SETTINGS)
+        x_ptrs, flags = rows_of(table_ptr, 0, j, n, SETTINGS.NARROW)
+        lse_at, x_at = s * positions + p_r, (tl.cast(p_c, tl.int64) * SETTINGS.D)[:, None] + w[None, :]
+        row_at = (tl.cast(lse_at, tl.int64) * SETTINGS.D)[:, None] + w[None, :]
+        # the products of the sources with the gradients of the outputs
+        value = tl.zeros([SETTINGS.ROWS, SETTINGS.P * SETTINGS.N], tl.float32)
         for first in range(0, SETTINGS.D, SETTINGS.WIDTH):
-            mask = (j < n)[:, None] & (first + c < SETTINGS.D)[None, :]
-            high, low = load_parts(x_ptrs, flags, at + first + c[None, :], mask, SETTINGS.KIND)
-            both = _grads_and_queries(grad_ptr, query_ptr, r, p, first, positions, reads, SETTINGS)
-            products = product(both, tl.trans(high), tl.trans(low), products, SETTINGS.KIND)
-        start_product = tl.zeros([READS], tl.float32)
+            mask_w = (first + w < SETTINGS.D)[None, :]
+            x = load_parts(x_ptrs, flags, x_at + first, mask_c[:, None] & mask_w, SETTINGS.KIND)
+            grad = load_fp32(grad_ptr, row_at + first, mask_r[:, None] & mask_w)
+            grads = parts_of(grad, SETTINGS.GRAD_KIND)
+            value = product(grads, transposed(x), value, SETTINGS.GRAD_KIND, SETTINGS.KIND)
+        start_value = tl.zeros([SETTINGS.ROWS], tl.float32)
         for first in range(0, started * SETTINGS.D, SETTINGS.WIDTH):
-            start_at = tl.cast(lse_at, tl.int64)[:, None] * SETTINGS.D + first + c[None, :]
-            mask = mask_s[:, None] & (first + c < SETTINGS.D)[None, :]
-            start_product += tl.sum(load_fp32(grad_ptr, start_at, mask) * load_fp32(start_ptr, start_at, mask), axis=1)
-        value, raw = _halves(products)
-        scale = tl.load(scale_ptr + tl.cast(p, tl.int64) * n + j, j < n, other=0.0)
-        lse = tl.load(lse_ptr + lse_at, mask_s, other=0.0)
-        score = raw * scale[None, :] + bias[None, :]
-        weight = tl.where((j < n)[None, :] & mask_s[:, None], tl.exp(score - lse[:, None]), 0.0)
-        start_lse = tl.load(start_lse_ptr + lse_at, mask_s & (started != 0), other=float("-inf")).to(tl.float32)
+            mask = mask_r[:, None] & (first + w < SETTINGS.D)[None, :]
+            products = load_fp32(grad_ptr, row_at + first, mask) * load_fp32(start_ptr, row_at + first, mask)
+            start_value += tl.sum(products, axis=1)
+        mask = (p_r[:, None] == p_c[None, :]) & mask_r[:, None] & mask_c[None, :]
+        raw_at = ((tl.cast(p_r, tl.int64) * reads + s) * n)[:, None] + j[None, :]
+        raw = tl.load(raw_ptr + raw_at, mask, other=0.0)
+        scale = tl.load(scale_ptr + tl.cast(p_c, tl.int64) * n + j, mask_c, other=0.0)
+        bias = tl.load(bias_ptr + j, mask_c & (biased != 0), other=0.0).to(tl.float32)
+        lse = tl.load(lse_ptr + lse_at, mask_r, other=0.0)
+        weight = tl.where(mask, tl.exp(raw * scale[None, :] + bias[None, :] - lse[:, None]), 0.0)
+        start_lse = tl.load(start_lse_ptr + lse_at, mask_r & (started != 0), other=float("-inf")).to(tl.float32)
         share = tl.exp(start_lse - lse)
         # the term that the gradients of all scores share
-        common = tl.sum(weight * value, axis=1) + share * start_product
-        common -= tl.load(grad_lse_ptr + lse_at, mask_s & (given_lse != 0), other=0.0).to(tl.float32)
+        common = tl.sum(weight * value, axis=1) + share * start_value
+        common -= load_fp32(grad_lse_ptr, lse_at, mask_r & (given_lse != 0))
         grad_score = weight * (value - common[:, None])
         grad_bias += tl.sum(grad_score, axis=0)
         grad_raw = grad_score * scale[None, :]
-        along = tl.zeros([SETTINGS.N], tl.float32)
+        along = tl.zeros([SETTINGS.P * SETTINGS.N], tl.float32)
         if SETTINGS.EPS is not None:
             # the gradient of rms(x) is parallel to x
             along = tl.sum(grad_raw * raw, axis=0) * scale * scale / SETTINGS.D
         if started != 0:
-            grad_start_lse = share * (start_product - common)
-            tl.store(grad_start_lse_ptr + lse_at, grad_start_lse.to(grad_start_lse_ptr.dtype.element_ty), mask_s)
+            store_as(grad_start_lse_ptr, lse_at, share * (start_value - common), mask_r)
             for first in range(0, SETTINGS.D, SETTINGS.WIDTH):
-                start_at = tl.cast(lse_at, tl.int64)[:, None] * SETTINGS.D + first + c[None, :]
-                mask = mask_s[:, None] & (first + c < SETTINGS.D)[None, :]
-                grad_start = share[:, None] * load_fp32(grad_ptr, start_at, mask)
-                tl.store(grad_start_ptr + start_at, grad_start.to(grad_start_ptr.dtype.element_ty), mask)
-        factors = _stacked(weight, grad_raw)
-        sum_ptr = partial_query_ptr + tl.cast(program * reads - READS, tl.int64) * SETTINGS.D
+                mask = mask_r[:, None] & (first + w < SETTINGS.D)[None, :]
+                grad_start = share[:, None] * load_fp32(grad_ptr, row_at + first, mask)
+                store_as(grad_start_ptr, row_at + first, grad_start, mask)
+        weights = parts_of(weight, MIXED | SETTINGS.KIND)
+        grad_raws = parts_of(_of_reads(grad_raw, SETTINGS), MIXED | SETTINGS.KIND)
+        sum_at = ((tl.cast(program, tl.int64) * reads + dot_s) * SETTINGS.D)[:, None] + w[None, :]
+        grad_x_ptrs, _ = rows_of(table_ptr, 1, j, n, SETTINGS.NARROW)
         for first in range(0, SETTINGS.D, SETTINGS.WIDTH):
-            mask_c = (first + c < SETTINGS.D)[None, :]
-            mask, x_at = (j < n)[:, None] & mask_c, at + first + c[None, :]
-            high, low = load_parts(x_ptrs, flags, x_at, mask, SETTINGS.KIND)
-            both = _grads_and_queries(grad_ptr, query_ptr, r, p, first, positions, reads, SETTINGS)
-            both_high, both_low = parts_of(both, SETTINGS.KIND)
-            grad_x = tl.zeros([SETTINGS.N, SETTINGS.WIDTH], tl.float32)
-            grad_x = product(tl.trans(factors), both_high, both_low, grad_x, MIXED | SETTINGS.KIND)
+            mask_w = (first + w < SETTINGS.D)[None, :]
+            mask_x, mask_s = mask_c[:, None] & mask_w, (dot_s < reads)[:, None] & mask_w
+            x = load_parts(x_ptrs, flags, x_at + first, mask_x, SETTINGS.KIND)
+            grad = load_fp32(grad_ptr, row_at + first, mask_r[:, None] & mask_w)
+            query = load_fp32(query_ptr, dot_s[:, None] * SETTINGS.D + first + w[None, :], mask_s)
+            grads, queries = parts_of(grad, SETTINGS.GRAD_KIND), parts_of(query, MIXED | SETTINGS.KIND)
+            grad_x = tl.zeros([SETTINGS.P * SETTINGS.N, SETTINGS.WIDTH], tl.float32)
+            grad_x = product(transposed(weights), grads, grad_x, MIXED | SETTINGS.KIND, SETTINGS.GRAD_KIND)
+            grad_x = product(transposed(grad_raws), queries, grad_x, MIXED | SETTINGS.KIND, MIXED | SETTINGS.KIND)
             if SETTINGS.EPS is not None:
-                grad_x -= along[:, None] * whole(high, low, SETTINGS.KIND)
-            store_typed(grad_x_ptrs, flags & 1, flags & 2, x_at, grad_x, mask, SETTINGS.NARROW)
-            grad_query = tl.zeros([DOT_READS, SETTINGS.WIDTH], tl.float32)
-            grad_query = product(factors, high, low, grad_query, SETTINGS.KIND)
-            to_ptr = sum_ptr + r[:, None] * SETTINGS.D + first + c[None, :]
-            # the sum over the rows of this program
-            grad_query += tl.load(to_ptr, is_query[:, None] & mask_c & (p > begin), other=0.0)
-            tl.store(to_ptr, grad_query, is_query[:, None] & mask_c)
+                grad_x -= along[:, None] * whole(x, SETTINGS.KIND)
+            store_typed(grad_x_ptrs, flags & 1, flags & 2, x_at + first, grad_x, mask_x, SETTINGS.NARROW)
+            # the sum over the positions of this program
+            grad_query = load_fp32(partial_query_ptr, sum_at + first, mask_s & (p > begin))
+            grad_query = product(grad_raws, x, grad_query, MIXED | SETTINGS.KIND, SETTINGS.KIND)
+            tl.store(partial_query_ptr + sum_at + first, grad_query, mask_s)
         # the sums that one thread stored may be read by others
         tl.debug_barrier()
-    tl.store(partial_bias_ptr + program * n + j, grad_bias, j < n)
+    c = tl.arange(0, SETTINGS.P * SETTINGS.N)
+    j = c % SETTINGS.N
+    tl.store(partial_bias_ptr + (program * SETTINGS.P + c // SETTINGS.N) * n + j, grad_bias, j < n)

@@ -21,6 +21,7 @@ from depthlm.ops.reads_triton import (
     DOT_READS,
     FEW_WARPS,
     HALF_ROWS,
+    MIXED,
     ROWS,
     WARPS,
     WIDTH,
@@ -30,17 +31,19 @@ from depthlm.ops.reads_triton import (
     load_reads,
     load_row,
     load_source,
+    parts_of,
     product,
     row_programs,
     source_of,
     store_grad,
     store_reads,
     tile_at,
+    transposed,
 )
 from depthlm.ops.triton_common import load_fp32, tl, triton
 
 # sources of a program of `_score_grads`; sources and reads of one of `_bias_grads`, which has a sum for each pair
-SCORE_SOURCES, SOURCES, FEW_READS = tl.constexpr(4), tl.constexpr(3), tl.constexpr(3)
+SCORE_SOURCES, SOURCES, FEW_READS = tl.constexpr(2), tl.constexpr(3), tl.constexpr(3)
 # positions of a tile of `_scores` and `_gate_grads`
 SCORE_ROWS, GATE_ROWS = tl.constexpr(64), tl.constexpr(64)
 
@@ -68,7 +71,7 @@ def forward(parameters, sources, start, eps, outputs):
     inputs.launch(_scores, grid, FEW_WARPS, [inputs.table, w, score], KIND=inputs.kind)
     # without a start, its pointer is not used
     begin = aligned(start[0]) if start else out
-    inputs.launch(_forward, inputs.tiles, WARPS, [(inputs.table, b, score), begin, out], len(start), COUNT=reads)
+    inputs.launch(_forward, inputs.tiles, FEW_WARPS, [(inputs.table, b, score), begin, out], len(start), COUNT=reads)
 
 
 @torch.library.custom_op(operator_name(__name__, "gated_reads_backward"), **BACKWARD)
@@ -82,7 +85,7 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     read_ptrs = grad, inputs.table, b, score, grad_score
     grid = row_tiles, triton.cdiv(n, SCORE_SOURCES.value)
     inputs.launch(_score_grads, grid, WARPS, [read_ptrs], COUNT=reads)
-    inputs.launch(_source_grads, inputs.tiles, WARPS, [read_ptrs, w], COUNT=reads)
+    inputs.launch(_source_grads, inputs.tiles, FEW_WARPS, [read_ptrs, w], COUNT=reads)
     grid = triton.cdiv(n, SOURCES.value) * triton.cdiv(reads, FEW_READS.value), columns, programs
     inputs.launch(_bias_grads, grid, FEW_WARPS, [read_ptrs[:4], partial[0]], rows)
     grid, tensors = (n, columns, programs), [inputs.table, grad_score, partial[1]]
@@ -116,9 +119,9 @@ def _scores(
     for first in range(0, D, WIDTH):
         c = first + tl.arange(0, WIDTH)
         at, mask = tile_at(p, c, positions, D)
-        high, low = load_parts(x_ptrs, flags, at, mask, KIND)
+        x = load_parts(x_ptrs, flags, at, mask, KIND)
         w = load_fp32(w_ptr, (s * n + j)[:, None] * D + c[None, :], (s < reads)[:, None] & (c < D)[None, :])
-        score = product(w, tl.trans(high), tl.trans(low), score, KIND)
+        score = product(parts_of(w, MIXED | KIND), transposed(x), score, MIXED | KIND, KIND)
     at = (j * reads + s)[:, None] * positions + p[None, :]
     tl.store(score_ptr + at, score, (s < reads)[:, None] & (p < positions)[None, :])
 
@@ -248,9 +251,9 @@ def _gate_grads(
     for row in range(first, end, GATE_ROWS):
         p = row + tl.arange(0, GATE_ROWS)
         at, mask = tile_at(p, c, end, D)
-        high, low = load_parts(x_ptrs, flags, at, mask, KIND)
+        x = load_parts(x_ptrs, flags, at, mask, KIND)
         score_at = (j * reads + s)[:, None] * positions + p[None, :]
         grad_score = tl.load(grad_score_ptr + score_at, (s < reads)[:, None] & (p < end)[None, :], other=0.0)
-        grad_w = product(grad_score, high, low, grad_w, KIND)
+        grad_w = product(parts_of(grad_score, MIXED | KIND), x, grad_w, MIXED | KIND, KIND)
     partial_ptr += tl.program_id(2) * tl.cast(reads * n, tl.int64) * D
     tl.store(partial_ptr + ((s * n + j) * D)[:, None] + c[None, :], grad_w, (s < reads)[:, None] & (c < D)[None, :])

@@ -30,11 +30,12 @@ from depthlm.ops.reads_triton import (
     store_reads,
     store_typed,
     tile_at,
+    transposed,
 )
 from depthlm.ops.triton_common import load_fp32, split_work, tl, triton
 
 # sources and values of a tile of the backward pass
-SOURCES, TILE_VALUES, BACKWARD_WARPS = tl.constexpr(32), tl.constexpr(128), 4
+SOURCES, TILE_VALUES, BACKWARD_WARPS = tl.constexpr(32), tl.constexpr(64), 4
 # programs of the backward pass for each SOURCES
 PROGRAMS = 512
 
@@ -128,17 +129,17 @@ def _backward(
     x_ptrs, flags = rows_of(table_ptr, 0, j, n, NARROW)
     grad_x_ptrs, _ = rows_of(table_ptr, 1, j, n, NARROW)
     weights = load_fp32(weights_ptr, s[None, :] * n + j[:, None], (j < n)[:, None] & (s < reads)[None, :])
+    weights = parts_of(weights, MIXED | KIND)
     values, grad_weights = tl.cast(positions, tl.int64) * D, tl.zeros([DOT_READS, SOURCES], tl.float32)
     for step in range(steps):
         v = (tl.cast(tl.program_id(1), tl.int64) * steps + step) * TILE_VALUES + tl.arange(0, TILE_VALUES)
         grad_at = tl.cast(positions, tl.int64) * (s * D)[:, None] + v[None, :]
         grad = load_fp32(grad_ptr, grad_at, (s < reads)[:, None] & (v < values)[None, :])
         mask = (j < n)[:, None] & (v < values)[None, :]
-        high, low = load_parts(x_ptrs, flags, v[None, :], mask, KIND)
-        grad_weights = product(grad, tl.trans(high), tl.trans(low), grad_weights, KIND)
+        x, grad = load_parts(x_ptrs, flags, v[None, :], mask, KIND), parts_of(grad, MIXED | KIND)
+        grad_weights = product(grad, transposed(x), grad_weights, MIXED | KIND, KIND)
         grad_x = tl.zeros([SOURCES, TILE_VALUES], tl.float32)
-        grad_high, grad_low = parts_of(grad, KIND)
-        grad_x = product(weights, grad_high, grad_low, grad_x, MIXED | KIND)
+        grad_x = product(weights, grad, grad_x, MIXED | KIND, MIXED | KIND)
         store_typed(grad_x_ptrs, flags & 1, flags & 2, v[None, :], grad_x, mask, NARROW)
     to_ptr = partial_ptr + (tl.program_id(1) * tl.num_programs(0) * SOURCES + j)[None, :] * DOT_READS + s[:, None]
     tl.store(to_ptr, grad_weights)
