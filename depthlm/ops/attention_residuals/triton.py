@@ -255,16 +255,16 @@ def _backward(read_ptrs, grad_ptrs, sum_ptrs, n, positions, reads, rows, started
             value = product(grads, transposed(x), value, SETTINGS.GRAD_KIND, SETTINGS.KIND)
         start_value = tl.zeros([SETTINGS.ROWS], tl.float32)
         for first in range(0, started * SETTINGS.D, SETTINGS.WIDTH):
-            mask = mask_r[:, None] & (first + w < SETTINGS.D)[None, :]
-            products = load_fp32(grad_ptr, row_at + first, mask) * load_fp32(start_ptr, row_at + first, mask)
+            mask_rw = mask_r[:, None] & (first + w < SETTINGS.D)[None, :]
+            products = load_fp32(grad_ptr, row_at + first, mask_rw) * load_fp32(start_ptr, row_at + first, mask_rw)
             start_value += tl.sum(products, axis=1)
-        mask = (p_r[:, None] == p_c[None, :]) & mask_r[:, None] & mask_c[None, :]
+        mask_rc = (p_r[:, None] == p_c[None, :]) & mask_r[:, None] & mask_c[None, :]
         raw_at = ((tl.cast(p_r, tl.int64) * reads + s) * n)[:, None] + j[None, :]
-        raw = tl.load(raw_ptr + raw_at, mask, other=0.0)
+        raw = tl.load(raw_ptr + raw_at, mask_rc, other=0.0)
         scale = tl.load(scale_ptr + tl.cast(p_c, tl.int64) * n + j, mask_c, other=0.0)
         bias = tl.load(bias_ptr + j, mask_c & (biased != 0), other=0.0).to(tl.float32)
         lse = tl.load(lse_ptr + lse_at, mask_r, other=0.0)
-        weight = tl.where(mask, tl.exp(raw * scale[None, :] + bias[None, :] - lse[:, None]), 0.0)
+        weight = tl.where(mask_rc, tl.exp(raw * scale[None, :] + bias[None, :] - lse[:, None]), 0.0)
         start_lse = tl.load(start_lse_ptr + lse_at, mask_r & (started != 0), other=float("-inf")).to(tl.float32)
         share = tl.exp(start_lse - lse)
         # the term that the gradients of all scores share
@@ -280,9 +280,9 @@ def _backward(read_ptrs, grad_ptrs, sum_ptrs, n, positions, reads, rows, started
         if started != 0:
             store_as(grad_start_lse_ptr, lse_at, share * (start_value - common), mask_r)
             for first in range(0, SETTINGS.D, SETTINGS.WIDTH):
-                mask = mask_r[:, None] & (first + w < SETTINGS.D)[None, :]
-                grad_start = share[:, None] * load_fp32(grad_ptr, row_at + first, mask)
-                store_as(grad_start_ptr, row_at + first, grad_start, mask)
+                mask_rw = mask_r[:, None] & (first + w < SETTINGS.D)[None, :]
+                grad_start = share[:, None] * load_fp32(grad_ptr, row_at + first, mask_rw)
+                store_as(grad_start_ptr, row_at + first, grad_start, mask_rw)
         weights = parts_of(weight, MIXED | SETTINGS.KIND)
         grad_raws = parts_of(_of_reads(grad_raw, SETTINGS), MIXED | SETTINGS.KIND)
         sum_at = ((tl.cast(program, tl.int64) * reads + dot_s) * SETTINGS.D)[:, None] + w[None, :]
