@@ -10,6 +10,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from depthlm.config.hydra_context import config_dir_of
 from depthlm.sweeps import sweep_points
 
 
@@ -18,8 +19,7 @@ class PointsSweeper(Sweeper):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Create the launcher that the command line selects."""
-        sources = config.hydra.runtime.config_sources
-        self.config_dir = next((source.path for source in sources if source.provider == "command-line"), None)
+        self.config_dir = config_dir_of(config.hydra)
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )

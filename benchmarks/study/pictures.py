@@ -126,8 +126,8 @@ def _draw_sensitivity(sweeps: Mapping[str, Sweep], path: Path) -> None:
         panel.axhline(0, color="0.3", lw=1.3)
         panel.set(xlabel=title, ylabel="validation loss - vanilla's")
         panel.set_xticks(range(len(values)), ticks)
-        size = f"{'parameters of ' if key == 'size.num_layers' else ''}{sweep.configs[0].size.name}"
-        panel.set_title(f"{sweep.experiment.title}\n{size}, {sweep.stamp()}", fontsize="medium")
+        size = f"{'those of ' if key == 'size.num_layers' else ''}{sweep.configs[0].size.name}"
+        panel.set_title(f"{sweep.experiment.title} ({size})\n{sweep.stamp()}", fontsize="medium")
         grid(panel)
     legend_below(figure, axes.flat)
     bars = "error bars: 95% intervals of differences paired by seed, without a correction"

@@ -19,7 +19,7 @@ from depthlm.commands.help import print_help
 from depthlm.config import Config, changes, run_of
 from depthlm.config.compose import compose
 from depthlm.config.errors import ConfigError
-from depthlm.config.hydra_context import flags_parser, open_names
+from depthlm.config.hydra_context import config_dir_of, flags_parser, open_names
 from depthlm.config.names import by_name, experiment_of
 from depthlm.config.saved import config_text
 from depthlm.distributed.launchers import is_rank_0, ranks
@@ -175,11 +175,11 @@ def train_point(raw: DictConfig) -> float | None:
     from depthlm.training import FAILED, STOPPED, train
 
     application = HydraConfig.get()
-    overrides = list(application.overrides.task)
+    overrides, config_dir = list(application.overrides.task), config_dir_of(application)
     if application.mode == RunMode.RUN:
-        exit_on_mistake("train.py", lambda: sys.exit(train(resolve_and_check(raw, overrides))))
+        exit_on_mistake("train.py", lambda: sys.exit(train(resolve_and_check(raw, overrides, config_dir))))
     try:
-        config = resolve_and_check(raw, overrides)
+        config = resolve_and_check(raw, overrides, config_dir)
         code = train(config)
     except UserError as error:
         _print_once(printable(f"train.py: {error}"))

@@ -39,7 +39,7 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None)
     run = run_of(overrides)
     if run is not None and saved is not None:
         check_origin(run, saved, overrides)
-    return _checked_here(config, overrides, saved)
+    return _checked_here(config, overrides, saved, config_dir)
 
 
 def compose_anywhere(overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> Config:
@@ -48,13 +48,13 @@ def compose_anywhere(overrides: Sequence[str] = (), config_dir: str | Path | Non
     precision=auto is bf16.
     """
     config, saved = _composed(overrides, config_dir)
-    resolved = _resolved(config, overrides, saved, lambda config: "bf16")
+    resolved = _resolved(config, overrides, saved, lambda config: "bf16", config_dir)
     return _checked(resolved.config, check_together(resolved.config, resolved.given))
 
 
-def resolve_and_check(raw: DictConfig, overrides: Sequence[str]) -> Config:
+def resolve_and_check(raw: DictConfig, overrides: Sequence[str], config_dir: str | Path | None = None) -> Config:
     """Return a configuration that Hydra composed, resolved and checked for this machine. Raises ConfigError."""
-    return _checked_here(_validated(raw, overrides), overrides, None)
+    return _checked_here(_validated(raw, overrides), overrides, None, config_dir)
 
 
 def mechanisms(config_dir: str | Path | None = None) -> list[str]:
@@ -100,7 +100,11 @@ def _validated(raw: DictConfig, overrides: Sequence[str]) -> Config:
 
 
 def _resolved(
-    config: Config, overrides: Sequence[str], saved: Config | None, fast_precision: Callable[[Config], str]
+    config: Config,
+    overrides: Sequence[str],
+    saved: Config | None,
+    fast_precision: Callable[[Config], str],
+    config_dir: str | Path | None,
 ) -> _Resolved:
     run, own_texts = run_of(overrides), own_overrides(overrides)
     given = {override.key_or_group for override in OverridesParser.create().parse_overrides(own_texts)}
@@ -109,7 +113,10 @@ def _resolved(
     if saved is not None and keeps_mechanism(saved, config):
         # only another mechanism needs a new name
         given.add("model.name")
-    config = resolve(config, given, own_texts) if saved is None else resolve_saved(config, given, own_texts)
+    if saved is None:
+        config = resolve(config, given, own_texts, config_dir)
+    else:
+        config = resolve_saved(config, given, own_texts)
     if config.precision.name == "auto":
         config = replaced(config, {"precision.name": fast_precision(config)})
     if run is not None and saved is not None:
@@ -124,8 +131,10 @@ def _fast_precision(config: Config) -> str:
     return environment.fast_precision(environment.device_type(config.device))
 
 
-def _checked_here(config: Config, overrides: Sequence[str], saved: Config | None) -> Config:
-    config, given, starts = _resolved(config, overrides, saved, _fast_precision)
+def _checked_here(
+    config: Config, overrides: Sequence[str], saved: Config | None, config_dir: str | Path | None
+) -> Config:
+    config, given, starts = _resolved(config, overrides, saved, _fast_precision, config_dir)
     return _checked(config, [*check_together(config, given), *check_machine(config), *check_starts(config, starts)])
 
 

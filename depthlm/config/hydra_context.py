@@ -60,6 +60,12 @@ def compose_raw(overrides: Sequence[str], config_dir: str | Path | None) -> Dict
     return raw
 
 
+def config_dir_of(hydra_settings: Any) -> str | None:
+    """Return the folder of `--config-dir`. hydra_settings: Hydra's own configuration, inside its main function."""
+    sources = hydra_settings.runtime.config_sources
+    return next((source.path for source in sources if source.provider == "command-line"), None)
+
+
 def flags_parser() -> argparse.ArgumentParser:
     """Return Hydra's parser of the flags and overrides of a command line."""
     return get_args_parser()

@@ -43,21 +43,10 @@ class Leading(NamedTuple):
 DEFAULTS = Leading()
 
 
-def run_directory(overrides: Sequence[str], defaults: Leading, name: str | None = None) -> str:
-    """Return the run directory of a run without output_dir. name: the value of `name=`.
-
-    defaults: of the experiment.
-    """
-    folder = Path("outputs", experiment_of(overrides) or "default")
-    if name is not None:
-        return str(folder / str(name))
-    return existing(folder / run_name(overrides, defaults), folder / earlier_name(overrides))
-
-
-def existing(current: Path, earlier: Path) -> str:
-    """Return the directory of the earlier rule where only that one exists, else that of the current rule."""
+def existing(current: Path, *earlier: Path) -> str:
+    """Return the first directory that exists, of the current rule or an earlier one; else that of the current rule."""
     # a longer name than a file system allows does not exist
-    return str(earlier if os.path.exists(earlier) and not current.exists() else current)
+    return str(next(filter(os.path.exists, (current, *earlier)), current))
 
 
 def run_name(overrides: Sequence[str], defaults: Leading = DEFAULTS) -> str:

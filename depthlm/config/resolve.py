@@ -1,14 +1,32 @@
 """Derive the values that a configuration leaves open: counts, lengths, precision, vocabulary, run directory."""
 
 import math
-from collections.abc import Callable, Sequence, Set
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from depthlm.config.experiment import Experiment
-from depthlm.config.keys import replaced, value_of
-from depthlm.config.names import Leading, by_name, experiment_of, mechanism_name, run_directory
+from depthlm.config.hydra_context import compose_raw, hydra_at_conf
+from depthlm.config.keys import check_fields, keys, override_text, replaced, value_of
+from depthlm.config.names import (
+    Leading,
+    by_name,
+    earlier_name,
+    existing,
+    experiment_of,
+    mechanism_name,
+    normal_value,
+    other_settings,
+    run_name,
+)
+from depthlm.config.saved import compare
 from depthlm.config.schema import Config, run_steps
 from depthlm.data import is_on_hub, padded_vocab_size
 from depthlm.data.settings import Data
@@ -20,21 +38,90 @@ ALTERNATIVES = (LENGTHS, ("schedule.warmup_ratio", "schedule.warmup_steps"))
 # tokens (bytes) of the standard library to use, and batches of the validation set
 OFFLINE_TOKENS, VALIDATION_BATCHES = 2_000_000, 4
 WIDTHS = ("hidden_size", "intermediate_size", "expert_size", "head_size", "latent_size", "shared_key_size")
+# errors of a composition
+COMPOSING = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
 # whether a key may change: the command line sets neither it nor its group
 IsFree = Callable[[str], bool]
 
 
-def resolve(config: Config, given: Set[str], overrides: Sequence[str]) -> Config:
+def resolve(config: Config, given: Set[str], overrides: Sequence[str], config_dir: str | Path | None) -> Config:
     """Return a configuration shrunk to its budget, with the values that follow from the overrides and the tokenizer.
 
     given: the keys and groups that the overrides set.
     """
-    config = with_batch_size(with_one_alternative(config, given))
-    config = with_budget(config, given - keys_of_points(config.experiment.points, overrides))
+    config = shrunk(config, given, overrides)
     values: dict[str, Any] = {"experiment": Experiment(name=experiment_of(overrides) or "")}
     if config.output_dir is None:
-        values["output_dir"] = run_directory(overrides, leading(config), config.name)
+        values["output_dir"] = run_directory(overrides, leading(config), config.name, config_dir)
     return with_derived(replaced(config, values), given, overrides)
+
+
+def shrunk(config: Config, given: Set[str], overrides: Sequence[str]) -> Config:
+    """Return a configuration shrunk to its budget, with one length, one warm-up and the batch in sequences."""
+    config = with_batch_size(with_one_alternative(config, given))
+    return with_budget(config, given - keys_of_points(config.experiment.points, overrides))
+
+
+def run_directory(
+    overrides: Sequence[str], defaults: Leading, name: str | None = None, config_dir: str | Path | None = None
+) -> str:
+    """Return the run directory of a run without output_dir. name: the value of `name=`.
+
+    defaults: of the experiment.
+    """
+    folder = Path("outputs", experiment_of(overrides) or "default")
+    if name is not None:
+        return str(folder / str(name))
+    names = run_name(decisive(overrides, config_dir), defaults), run_name(overrides, defaults), earlier_name(overrides)
+    return existing(*(folder / name for name in names))
+
+
+def decisive(overrides: Sequence[str], config_dir: str | Path | None = None) -> list[str]:
+    """Return the overrides without those that set what the configuration has without them.
+
+    What the points of an experiment set stays: it distinguishes them.
+    """
+    kept, settings = list(overrides), other_settings(overrides)
+    # a given size of the vocabulary is not raised to that of the tokenizer
+    settings.pop("size.vocab_size", None)
+    with hydra_at_conf(), suppress(*COMPOSING):
+        if experiment := experiment_of(overrides):
+            points = compose_raw([f"experiment={experiment}"], config_dir).experiment.points
+            varying = {str(name) for line in points for name in line}
+            settings = {name: value for name, value in settings.items() if name not in varying}
+        usual = _usual(overrides, settings, config_dir)
+        whole = _effect(overrides, config_dir) if usual else None
+        for name in usual:
+            rest = _without(kept, {name})
+            with suppress(*COMPOSING):
+                effect = _effect(rest, config_dir)
+                if whole is not None and effect is not None and not compare(asdict(effect), asdict(whole)):
+                    kept = rest
+    return kept
+
+
+def _usual(overrides: Sequence[str], settings: Mapping[str, str], config_dir: str | Path | None) -> list[str]:
+    """Return the settings that may be what the configuration has without them; most overrides differ at first sight."""
+    single = {name for name in settings if name in keys() or "." in name}
+    if not single:
+        return list(settings)
+    chosen = compose_raw(_without(overrides, single), config_dir)
+
+    def differs(name: str) -> bool:
+        values: Any = OmegaConf.select(chosen, name)
+        values = OmegaConf.to_container(values, resolve=True) if OmegaConf.is_config(values) else values
+        return (name in keys() or values is not None) and normal_value(name, override_text(values)) != settings[name]
+
+    return [name for name in settings if name not in single or not differs(name)]
+
+
+def _effect(overrides: Sequence[str], config_dir: str | Path | None) -> Config | None:
+    config, _ = check_fields(compose_raw(overrides, config_dir))
+    return None if config is None else shrunk(config, by_name(overrides).keys(), overrides)
+
+
+def _without(overrides: Sequence[str], names: Set[str]) -> list[str]:
+    return [text for text in overrides if not by_name([text]).keys() & names]
 
 
 def resolve_saved(config: Config, given: Set[str], overrides: Sequence[str]) -> Config:

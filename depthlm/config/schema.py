@@ -287,7 +287,7 @@ class Config:
     name: str | None = key(
         None,
         "name of the run: its folder, and what tables and legends call it; null: made from the mechanism, the size, "
-        "the seed and the other overrides that affect the result, as in mhc-tiny-seed1-lr1e-3",
+        "the seed and what else differs from the default, as in mhc-tiny-seed1-lr1e-3",
         on_resume="free",
     )
     output_dir: str | None = key(

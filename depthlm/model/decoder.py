@@ -48,7 +48,7 @@ class Loss(NamedTuple):
 class Decoder(nn.Module):
     """A decoder language model with a depth mechanism.
 
-    tokens_bt -> embedding -> open -> [layer] * L * loops -> close -> final_norm -> head -> logits_btv
+        tokens_bt -> embedding -> open -> [layer] * L * loops -> close -> final_norm -> head -> logits_btv
 
     connection, attention: factories, called with (spec, size, backbone); attention for layers with keys and values.
     loops: the number of passes through the same layers. Each pass has its own connections.

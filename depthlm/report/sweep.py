@@ -8,15 +8,16 @@ import depthlm
 from depthlm.config.compose import compose_anywhere
 from depthlm.config.errors import ConfigError, listed, nearest
 from depthlm.config.experiment import Column, Experiment
-from depthlm.config.keys import on_resume
-from depthlm.config.names import by_name, experiment_of, normal_value, short_key
+from depthlm.config.keys import on_resume, override_text
+from depthlm.config.names import by_name, experiment_of, normal_value, setting_text, short_key
+from depthlm.config.resolve import LENGTHS
 from depthlm.config.schema import Config
 from depthlm.counts import count_text
 from depthlm.errors import UserError
 from depthlm.model.shape import Size
 from depthlm.report.rows import Measured, Row, difference, gather, number, paper, paper_difference, pooled
-from depthlm.runs.records import COMPLETE, RunRecord, read_run
-from depthlm.sweeps.points import expand, load_experiment, parsed_value, sweep_points
+from depthlm.runs.records import COMPLETE, RunRecord, read_run, recorded_settings
+from depthlm.sweeps.points import Point, expand, load_experiment, parsed_value, sweep_points
 
 # the default columns of an experiment
 LOSS = {"loss": Column(title="validation loss", metric="validation_loss", digits=4)}
@@ -198,6 +199,20 @@ def title_of(name: str, column: Column) -> str:
     return column.title or name
 
 
+def with_real_length(point: Point) -> Point:
+    """Return a point of a sweep with the length of its run, which `resume=extend` may have changed."""
+    saved = recorded_settings(point.directory) if point.settings.keys() & {*LENGTHS} else {}
+    real = {name: normal_value(name, override_text(saved[name])) for name in LENGTHS if saved.get(name) is not None}
+    if not real:
+        return point
+    texts = {name: setting_text(name, value) for name, value in real.items()}
+    parts: dict[str, str] = {}
+    for name, text in point.parts.items():
+        parts |= texts if name in LENGTHS else {name: text}
+    settings = {name: value for name, value in point.settings.items() if name not in LENGTHS}
+    return replace(point, settings=settings | real, parts=parts)
+
+
 def read_sweep(
     overrides: Sequence[str], config_dir: str | Path | None = None, read: Callable[[str], RunRecord] = read_run
 ) -> Sweep:
@@ -209,7 +224,12 @@ def read_sweep(
     if name is not None and "," in name:
         raise ConfigError([f"experiment={name}: a report covers one experiment, like depth_attention/mixing_rule"])
     experiment = Experiment() if name is None else load_experiment(name, config_dir)
-    rows = gather(sweep_points(overrides, config_dir), read)
+    points = sweep_points(overrides, config_dir)
+    # the report of an experiment lists the runs that do not follow the protocol of its points
+    real = points if name is not None else [with_real_length(point) for point in points]
+    # an extended run may have become as long as another one, and would count as the same row
+    are_distinct = len({frozenset(point.settings.items()) for point in real}) == len(points)
+    rows = gather(real if are_distinct else points, read)
     columns, configs = experiment.columns or LOSS, _compose_rows(rows, config_dir)
     changed = [] if name is None else _changed(overrides, experiment, rows)
     return Sweep(experiment, rows, columns, configs, changed)

@@ -27,10 +27,9 @@ from depthlm.config.names import (
     experiment_of,
     importance,
     mechanism_name,
-    run_directory,
     setting_texts,
 )
-from depthlm.config.resolve import leading
+from depthlm.config.resolve import leading, run_directory
 from depthlm.config.schema import Config
 from depthlm.config.validate.explain import explain_overrides
 from depthlm.console import stdout_console
@@ -97,10 +96,10 @@ class Point:
     def directory(self) -> str:
         """The run directory."""
         if not {"output_dir", "name"} & by_name(self.overrides).keys():
-            return run_directory(self.overrides, self.defaults)
+            return run_directory(self.overrides, self.defaults, config_dir=self.config_dir)
         with hydra_at_conf():
             raw = compose_raw(self.overrides, self.config_dir)
-        return str(raw.output_dir or run_directory(self.overrides, self.defaults, raw.name))
+        return str(raw.output_dir or run_directory(self.overrides, self.defaults, raw.name, self.config_dir))
 
     def checkable(self) -> list[str]:
         """Return the overrides without the run it starts from, which need not exist before the sweep."""

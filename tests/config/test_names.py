@@ -1,6 +1,7 @@
 """The names of runs."""
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -8,20 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import depthlm
-from depthlm.config import ConfigError
+from depthlm.config import ConfigError, compose_anywhere
 from depthlm.config.keys import keys
 from depthlm.config.names import (
     DEFAULTS,
     LONGEST,
     Leading,
     normal_value,
-    run_directory,
     run_name,
     setting_text,
     setting_texts,
     short_key,
 )
-from depthlm.config.resolve import leading
+from depthlm.config.resolve import leading, run_directory
+from depthlm.config.saved import compare
+from depthlm.sweeps import sweep_points
 
 
 @pytest.mark.parametrize(
@@ -148,6 +150,49 @@ def test_a_run_of_the_earlier_rule_keeps_its_directory(tmp_path: Path, monkeypat
     assert run_directory(overrides, DEFAULTS) == earlier
     Path(current).mkdir()
     assert run_directory(overrides, DEFAULTS) == current
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (["optimizer.lr=3e-3", "training.sequence_length=256", "training.max_steps=600"], "vanilla-tiny-seed1"),
+        (["optimizer.betas=[0.9,0.95]", "optimizer=adamw", "budget=paper"], "vanilla-tiny-seed1"),
+        (["size=micro", "optimizer.lr=3e-3", "training.sequence_length=256"], "vanilla-micro-seed1-sequence_length256"),
+        (["model=mhc", "model.connection.num_streams=4", "optimizer.lr=1e-3"], "mhc-tiny-seed1-lr1e-3"),
+        # the default only where another override is
+        (["size.lr=1e-3", "optimizer.lr=3e-3"], "vanilla-tiny-seed1-lr3e-3-size.lr1e-3"),
+        # a budget does not change what is given, and a tokenizer no given vocabulary
+        (["budget=smoke", "training.batch_size=8", "seed=1"], "vanilla-tiny-seed1-batch_size8-smoke"),
+        (["size.vocab_size=2048"], "vanilla-tiny-seed1-size.vocab_size2048"),
+    ],
+)
+def test_a_directory_omits_overrides_that_set_the_default(overrides: list[str], name: str) -> None:
+    assert run_directory(overrides, DEFAULTS) == run_directory(overrides[::-1], DEFAULTS) == f"outputs/default/{name}"
+    assert sweep_points(overrides)[0].directory == f"outputs/default/{name}"
+
+
+def test_runs_of_the_same_directory_have_the_same_configuration() -> None:
+    overrides = ["model=mhc", "optimizer.lr=3e-3", "schedule.warmup_ratio=0.05", "model.connection.num_streams=4"]
+    here, there = compose_anywhere(overrides), compose_anywhere(overrides[:1])
+    assert here.output_dir == there.output_dir
+    assert not compare(asdict(there), asdict(here))
+
+
+def test_what_the_points_of_an_experiment_set_is_named() -> None:
+    points = sweep_points(["experiment=depthlm/sensitivity_rate", "optimizer.betas=[0.9,0.95]"])
+    folders = [Path(point.directory).name for point in points]
+    assert "vanilla-nano_160k-seed1-lr0.017" in folders
+    assert not any("betas" in folder for folder in folders)
+
+
+def test_a_run_named_by_its_defaults_keeps_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    current, earlier = "outputs/default/vanilla-tiny-seed1", "outputs/default/vanilla-tiny-seed1-lr3e-3"
+    assert run_directory(["optimizer.lr=3e-3"], DEFAULTS) == current
+    Path(earlier).mkdir(parents=True)
+    assert run_directory(["optimizer.lr=3e-3"], DEFAULTS) == earlier
+    Path(current).mkdir()
+    assert run_directory(["optimizer.lr=3e-3"], DEFAULTS) == current
 
 
 def test_a_run_may_be_named() -> None:

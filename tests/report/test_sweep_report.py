@@ -53,6 +53,17 @@ def test_the_seeds_are_counted_and_their_interval_is_pooled() -> None:
     assert lines(table)["lr 3e-3"][2] == "-0.1000 [-0.1000, -0.1000]"
 
 
+def test_a_run_that_was_extended_has_its_new_length() -> None:
+    overrides = ["model=vanilla,mhc", "training.max_steps=40,80"]
+    for point in sweep_points(overrides):
+        steps = 60 if point.mechanism == "mhc" else int(point.settings["training.max_steps"])
+        write_run(point.directory, config={"training": {"max_steps": steps, "max_tokens": None}})
+    for point in sweep_points(overrides)[-1:]:
+        write_run(point.directory, config={"training": {"max_steps": None, "max_tokens": 1_000_000}})
+    labels = {"vanilla, max_steps 40", "vanilla, max_steps 80", "mhc, max_steps 60", "mhc, max_tokens 1M"}
+    assert {*lines(results_table(read_sweep(overrides)))} == labels
+
+
 @pytest.mark.parametrize("overrides", [["model=vanilla,mhc"], ["seed=1,2"]])
 def test_a_sweep_that_has_not_begun_has_a_table(overrides: list[str]) -> None:
     assert {cells[1] for cells in lines(results_table(read_sweep(overrides))).values()} == {"missing"}

@@ -27,19 +27,20 @@ LATENT_EPS = 1e-6
 class SelfAttention(nn.Module):
     """Grouped-query attention (arXiv 2305.13245) over the sequence, or latent attention (`add_projections`).
 
-    inputs -> q_proj -> norm -> rope -> q --.
-           -> k_proj -> norm -> rope -> k ---> attend -> context -> o_proj -> output_btd
-           -> v_proj -----------------> v --'    ^ `-> depth list for later layers
-                                               depth list from earlier layers
+        inputs -> q_proj -> norm -> rope -> q --.
+               -> k_proj -> norm -> rope -> k ---> attend -> context -> o_proj -> output_btd
+               -> v_proj -----------------> v --'    ^ `-> depth list for later layers
+                                                   depth list from earlier layers
 
     A layer calls `project`, `attend` and `output`, in this order, and `project_mlp` and `after_mlp` after the MLP.
     `project`, `output` and `project_mlp` are matrix products. torch.compile may compile them, so they must not use the
     depth list. A depth mechanism overrides `attend`. The depth list is a sequence of tuples of tensors of this forward
     pass, in the order in which the layers appended them. No method changes it in place: return a new one.
 
-    head_size: of a value. key_size: of a query and a key, which are wider in latent attention. separate_inputs: whether
-    the connection passes different tensors for q, k and v; the layer sets it. colour: as in `Connection`; "": this
-    attention reads only its own layer.
+    head_size: of a value.
+    key_size: of a query and a key, which are wider in latent attention.
+    separate_inputs: whether the connection passes different tensors for q, k and v; the layer sets it.
+    colour: as in `Connection`; "": this attention reads only its own layer.
     """
 
     colour = ""

@@ -218,7 +218,8 @@ def _draw(axes: Any, panel: Panel, height: float) -> None:
         named = [end._replace(name=short(mechanism.name)) for mechanism, end in zip(ends, lowest, strict=True)]
     _limit(axes, drawn)
     label_ends(axes, named, height)
-    axes.set_title(short(panel.title, 70), fontsize="medium")
+    # names stand at the right of the curves, so a centred title would begin outside the figure
+    axes.set_title(short(panel.title, 70), fontsize="medium", x=0, ha="left")
     axes.set_xlabel("tokens")
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: count_text(value)))
