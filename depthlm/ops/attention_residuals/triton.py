@@ -22,6 +22,7 @@ from depthlm.ops.backend import expect
 from depthlm.ops.reads import BACKWARD, FORWARD, BackwardInputs, Kernels, read
 from depthlm.ops.reads_triton import (
     ADDRESSES,
+    BFLOAT16,
     COUNTS,
     DOT_READS,
     MIXED,
@@ -29,7 +30,6 @@ from depthlm.ops.reads_triton import (
     Inputs,
     aligned,
     inputs_of,
-    kind_of,
     load_parts,
     parts_of,
     product,
@@ -40,7 +40,7 @@ from depthlm.ops.reads_triton import (
 )
 from depthlm.ops.triton_common import constants, load_fp32, split_work, store_as, tl, triton
 
-# sources of all positions of a program, and dimensions of a tile
+# sources of all positions of a program, and dimensions of a tile; half of them if the factors of products have two parts
 COLUMNS, WIDTH, WARPS = 64, 64, 4
 # programs of a backward pass, each with its own partial sums
 PROGRAMS = 512
@@ -96,10 +96,10 @@ def positions_of(n: int) -> int:
 def settings_of(inputs: Inputs, eps: float | None, grad: Tensor | None = None) -> Settings:
     """Return the constants of a kernel; grad: the gradients of the outputs."""
     d, padded = inputs.settings["D"], max(8, triton.next_power_of_2(inputs.sizes[0]))
-    positions, width = positions_of(inputs.sizes[0]), max(16, min(WIDTH, WIDTH * COLUMNS // padded))
-    # beside sources in fp32, gradients are in fp32
-    kind = inputs.kind if grad is None or inputs.kind else kind_of([grad]) and MIXED.value
-    rows = max(DOT_READS.value, positions * READS.value)
+    positions, most = positions_of(inputs.sizes[0]), WIDTH if inputs.kind == BFLOAT16.value else WIDTH // 2
+    width, rows = max(16, min(most, most * COLUMNS // padded)), max(DOT_READS.value, positions * READS.value)
+    # the gradients of bf16 sources are in fp32 if the start was
+    kind = inputs.kind if grad is None or grad.dtype == torch.bfloat16 else MIXED.value | inputs.kind
     return constants(Settings, d, padded, positions, rows, width, eps, inputs.settings["NARROW"], inputs.kind, kind)
 
 
