@@ -40,7 +40,7 @@ from depthlm.ops.reads_triton import (
 )
 from depthlm.ops.triton_common import constants, load_fp32, split_work, store_as, tl, triton
 
-# sources of all positions of a program, and dimensions of a tile; half of them if the factors of products have two parts
+# sources of all positions of a program, and dimensions of a tile: half of them if factors of products have two parts
 COLUMNS, WIDTH, WARPS = 64, 64, 4
 # programs of a backward pass, each with its own partial sums
 PROGRAMS = 512
