@@ -16,6 +16,7 @@ from depthlm.ops.hyper_connections.cpu import Dynamic, Static
 from depthlm.ops.hyper_connections.cpu import hyper_post_pre as static_post_pre
 from depthlm.ops.mhc.cpu import Pending
 from depthlm.ops.mhc.triton_streams import (
+    FORWARD_WARPS,
     POSITIONS,
     Tensors,
     check_streams,
@@ -55,7 +56,7 @@ def hyper_post_pre(
 def forward(sources: Tensors, parameters: Tensors, eps: float, dtype: torch.dtype) -> Tensors:
     """Return input_btd, X'_btnd, post_btn, res_btij, pre_btn, and W x / rms and 1 / rms of each stream."""
     outputs = _outputs(sources, parameters, eps, dtype)
-    launch(_forward, sources, parameters, outputs, _settings(sources[0], eps, dtype))
+    launch(_forward, sources, parameters, outputs, _settings(sources[0], eps, dtype), warps=FORWARD_WARPS)
     return outputs
 
 

@@ -15,6 +15,7 @@ from depthlm.ops.autograd import operator_name
 from depthlm.ops.dtypes import compute_dtype, no_autocast
 from depthlm.ops.mhc.cpu import Parameters, Pending
 from depthlm.ops.mhc.triton_streams import (
+    FORWARD_WARPS,
     POSITIONS,
     Tensors,
     check_streams,
@@ -59,7 +60,7 @@ def forward(sources: Tensors, parameters: Tensors, eps: float, iterations: int, 
     *outputs, low = _outputs(sources, parameters, eps, iterations, dtype)
     torch.mul(norm, phi, out=low)
     settings = settings_of(sources[0], COLUMNS, eps, dtype)
-    launch(_forward, sources, [low, bias, alpha], outputs, iterations, settings)
+    launch(_forward, sources, [low, bias, alpha], outputs, iterations, settings, warps=FORWARD_WARPS)
     return [*outputs, low]
 
 
