@@ -117,7 +117,8 @@ def steps_per_turn(turn: Step) -> int:
 
 
 COLUMNS = ("operator", "setting", "MB", "floor ms", "definition ms", "PyTorch ms", "Triton ms", "of it GPU",
-           "times as fast", "PyTorch / floor", "Triton / floor", "PyTorch + flash", "Triton + flash", "paper")  # fmt: skip
+           "times as fast", "PyTorch / floor", "Triton / floor", "PyTorch + flash", "Triton + flash",
+           "paper")  # fmt: skip
 BACKENDS = ("naive", "torch", "triton")
 
 
