@@ -22,7 +22,7 @@ test-slow: .venv/.installed-dev
 coverage: .venv/.installed-dev
 	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile --cov=depthlm --cov-report=term:skip-covered
 
-# the first hour on an H100 or H200, at most 25 minutes; ARGS=--list shows the rungs, ARGS=--rehearse needs no GPU
+# the first hour on an H100 or H200, at most 30 minutes; ARGS=--list shows the rungs, ARGS=--rehearse needs no GPU
 gpu: .venv/.installed-dev
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 

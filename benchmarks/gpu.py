@@ -1,6 +1,6 @@
 """The first hour on a GPU: everything that this repository wants to know of an H100 or H200, in order of worth.
 
-    python benchmarks/gpu.py [--minutes 25] [--from RUNG] [--only RUNG] [--list]     # make gpu ARGS="--from operators"
+    python benchmarks/gpu.py [--minutes 30] [--from RUNG] [--only RUNG] [--list]     # make gpu ARGS="--from operators"
     python benchmarks/gpu.py --rehearse                       # every rung on the CPU, at tiny shapes
 
 Each rung is a process of its own with a time limit, and writes benchmarks/results/gpu-<device>/<rung>.json as it gets
@@ -35,7 +35,7 @@ from depthlm.files import read_json, replace_text
 
 BENCHMARKS = Path(__file__).resolve().parent
 REPOSITORY = BENCHMARKS.parent
-MINUTES = 25.0
+MINUTES = 30.0
 # seconds that a process has to end after SIGTERM, before it is killed
 GRACE = 5.0
 # the tables of README.md that a GPU measures

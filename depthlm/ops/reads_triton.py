@@ -260,23 +260,23 @@ def tile_at(p, c, positions, D: tl.constexpr):
 
 
 @triton.jit
-def load_row(ptr, s, p, positions):
+def load_row(ptr, s, p, positions, mask):
     """Load row s of a tensor x_sp as fp32."""
-    return tl.load(ptr + s * positions + p, p < positions, other=0.0).to(tl.float32)
+    return tl.load(ptr + s * positions + p, (p < positions) & mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_reads(ptr, at, mask, positions, D: tl.constexpr, COUNT: tl.constexpr):
-    """Load a tile of each read from a tensor x_spd as fp32."""
+def load_reads(ptr, at, mask, positions, reads, D: tl.constexpr, COUNT: tl.constexpr):
+    """Load a tile of each read from a tensor x_spd as fp32, with 0 for those that the launch lacks of COUNT."""
     tiles = ()
     for s in tl.static_range(COUNT):
-        tiles += (load_fp32(ptr, tl.cast(positions, tl.int64) * (s * D) + at, mask),)
+        tiles += (load_fp32(ptr, tl.cast(positions, tl.int64) * (s * D) + at, mask & (s < reads)),)
     return tiles
 
 
 @triton.jit
-def store_reads(ptr, at, tiles, mask, positions, D: tl.constexpr, COUNT: tl.constexpr):
+def store_reads(ptr, at, tiles, mask, positions, reads, D: tl.constexpr, COUNT: tl.constexpr):
     """Store a tile of each read into a tensor x_spd."""
     for s in tl.static_range(COUNT):
         out = tiles[s].to(ptr.dtype.element_ty)
-        tl.store(ptr + tl.cast(positions, tl.int64) * (s * D) + at, out, mask)
+        tl.store(ptr + tl.cast(positions, tl.int64) * (s * D) + at, out, mask & (s < reads))

@@ -137,8 +137,8 @@ def test_mistakes_are_reported(
     assert message in capsys.readouterr().err
 
 
-def test_the_limits_fit_into_25_minutes_and_the_readme_lists_them() -> None:
-    assert sum(rung.minutes for rung in gpu.RUNGS) <= gpu.MINUTES <= 25
+def test_the_limits_fit_into_30_minutes_and_the_readme_lists_them() -> None:
+    assert sum(rung.minutes for rung in gpu.RUNGS) <= gpu.MINUTES <= 30
     section = README.read_text().partition("## The first hour on a GPU")[2].partition("<!-- gpu")[0]
     listed = re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", section, re.MULTILINE)
     assert listed == [(rung.name, f"{rung.minutes:g}") for rung in gpu.RUNGS]

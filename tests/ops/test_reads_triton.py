@@ -145,10 +145,10 @@ def test_16_bit_sources_with_one_wider_source(kind: str, dtype: torch.dtype, tol
 
 @pytest.mark.parametrize("kind", QUICK_FIRST)
 def test_several_tiles_of_positions_and_dimensions(kind: str) -> None:
-    """One tile has 64 dimensions, and 32 or 16 positions. Two programs of the backward pass have several tiles each."""
+    """One tile has 64 dimensions, and up to 32 positions. Two programs of the backward pass have several tiles each."""
     arguments = tensors(kind, 3, 2, 25, 70, started=True)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (reads_triton, weighted_triton):
+        for module in (reads_triton, attend_ops, weighted_triton):
             patch.setattr(module, "PROGRAMS", 2)
         assert_same(kind, arguments)
 

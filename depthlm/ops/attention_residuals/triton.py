@@ -2,9 +2,9 @@
 """`depth_attend` in Triton. A program has all sources of one or several positions, and up to MAX_READS reads.
 
 Scores and outputs are matrix products on tensor cores. The columns c of a matrix of scores are the sources of all
-positions of the program, COLUMNS in all for few sources, and its rows r are their reads. Only the blocks of a position
-with itself count; elsewhere the weights are zero, so that one product mixes the sources of all positions. A source is
-loaded twice forward and twice backward, the second time mostly from the L2 cache.
+positions of the program, of which there are several if sources are few, and its rows r are their reads. Only the blocks
+of a position with itself count; elsewhere the weights are zero, so that one product mixes the sources of all positions.
+A source is loaded twice forward and twice backward, the second time mostly from the L2 cache.
 One read of at most ADDRESSES sources has its own kernels.
 
 Shapes: s reads, n sources, p positions, d width.
@@ -40,8 +40,12 @@ from depthlm.ops.reads_triton import (
 )
 from depthlm.ops.triton_common import constants, load_fp32, split_work, store_as, tl, triton
 
-# sources of all positions of a program, and dimensions of a tile: half of them if factors of products have two parts
-COLUMNS, WIDTH, WARPS = 64, 64, 4
+# the padded numbers of sources for which the kernels are compiled; more than that are read in turns
+FEW_SOURCES, MANY_SOURCES = 16, 64
+# sources of all positions of a program, limited by registers
+FORWARD_COLUMNS, BACKWARD_COLUMNS = 64, 32
+# dimensions of a tile, and warps of a program
+WIDTH, WARPS = 64, 4
 # programs of a backward pass, each with its own partial sums
 PROGRAMS = 512
 
@@ -76,8 +80,13 @@ def depth_attend(
         expect("attention_residuals", query_sd, bias=(x, (len(sources),)))
     if start is not None:
         expect("attention_residuals", query_sd, **{"start of lse": (start[1], (len(query_sd), *positions))})
-    kernels = KERNELS_OF_ONE if len(query_sd) == 1 and len(sources) <= ADDRESSES else KERNELS
-    out_spd, lse_sp = read(kernels, [query_sd], sources, start or (), eps, bias)
+    result: Sequence[Tensor] = start or ()
+    for first in range(0, len(sources), MANY_SOURCES):
+        part = slice(first, first + MANY_SOURCES)
+        xs, shared = sources[part], [x[part] for x in bias]
+        kernels = KERNELS_OF_ONE if len(query_sd) == 1 and len(xs) <= ADDRESSES else KERNELS
+        result = read(kernels, [query_sd], xs, result, eps, shared)
+    out_spd, lse_sp = result
     return out_spd, lse_sp
 
 
@@ -88,24 +97,29 @@ def allocate(parameters: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
     return [sources[0].new_empty(x, dtype=torch.float32) for x in shapes]
 
 
-def positions_of(n: int) -> int:
-    """Return the positions of a program."""
-    return max(1, COLUMNS // max(8, triton.next_power_of_2(n)))
+def padded_sources(n: int, columns: int) -> tuple[int, int]:
+    """Return for how many sources a kernel is compiled, and the positions of a program."""
+    padded = FEW_SOURCES if n <= FEW_SOURCES else MANY_SOURCES
+    return padded, max(1, columns // padded)
 
 
-def settings_of(inputs: Inputs, eps: float | None, grad: Tensor | None = None) -> Settings:
+def settings_of(inputs: Inputs, eps: float | None, columns: int, grad: Tensor | None = None) -> Settings:
     """Return the constants of a kernel; grad: the gradients of the outputs."""
-    d, padded = inputs.settings["D"], max(8, triton.next_power_of_2(inputs.sizes[0]))
-    positions, most = positions_of(inputs.sizes[0]), WIDTH if inputs.kind == BFLOAT16.value else WIDTH // 2
-    width, rows = max(16, min(most, most * COLUMNS // padded)), max(DOT_READS.value, positions * READS.value)
+    d, narrow, kind = inputs.settings["D"], inputs.settings["NARROW"], inputs.kind
+    padded, positions = padded_sources(inputs.sizes[0], columns)
+    # a factor in two parts takes twice the registers, and so do many sources in the backward pass
+    halved = kind != BFLOAT16.value or (grad is not None and padded > columns)
+    rows = max(DOT_READS.value, positions * READS.value)
     # the gradients of bf16 sources are in fp32 if the start was
-    kind = inputs.kind if grad is None or grad.dtype == torch.bfloat16 else MIXED.value | inputs.kind
-    return constants(Settings, d, padded, positions, rows, width, eps, inputs.settings["NARROW"], inputs.kind, kind)
+    grad_kind = kind if grad is None or grad.dtype == torch.bfloat16 else MIXED.value | kind
+    return constants(
+        Settings, d, padded, positions, rows, WIDTH // 2 if halved else WIDTH, eps, narrow, kind, grad_kind
+    )
 
 
 def _programs(positions: int, n: int) -> tuple[int, int]:
     """Return the programs of the backward pass, and the positions of each."""
-    return split_work(positions, PROGRAMS, positions_of(n))
+    return split_work(positions, PROGRAMS, padded_sources(n, BACKWARD_COLUMNS)[1])
 
 
 @torch.library.custom_op(operator_name(__name__, "depth_attend"), **FORWARD)
@@ -115,7 +129,7 @@ def forward(parameters, sources, start, eps, outputs):
     inputs = inputs_of(sources, len(query))
     # without a bias or a start, these pointers are not used
     read_ptrs = inputs.table, query, *(bias or [query]), *([aligned(x) for x in start] or (out, lse))
-    settings, numbers = settings_of(inputs, eps), (*inputs.sizes, int(bool(start)), len(bias))
+    settings, numbers = settings_of(inputs, eps, FORWARD_COLUMNS), (*inputs.sizes, int(bool(start)), len(bias))
     grid = (triton.cdiv(inputs.sizes[1], settings.P.value),)
     with torch.cuda.device_of(query):
         _forward[grid](read_ptrs, (out, lse, raw, scale), *numbers, settings, num_warps=WARPS)
@@ -133,7 +147,7 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     grad_ptrs = grad, *(grad_lse or [lse]), lse, raw, scale
     sum_ptrs = partial_query, partial_bias, *(start_grads or (grad, lse))
     numbers = *inputs.sizes, rows, int(bool(start)), len(bias), len(grad_lse)
-    settings = settings_of(inputs, eps, grad)
+    settings = settings_of(inputs, eps, BACKWARD_COLUMNS, grad)
     with torch.cuda.device_of(query):
         _backward[(programs,)](read_ptrs, grad_ptrs, sum_ptrs, *numbers, settings, num_warps=WARPS)
 
@@ -141,7 +155,10 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
 def backward(inputs: BackwardInputs) -> list[Tensor]:
     (query, *bias), lse, n = inputs.parameters, inputs.outputs[0], len(inputs.sources)
     programs, _ = _programs(lse[0].numel(), n)
-    partial_query, partial_bias = lse.new_empty(programs, *query.shape), lse.new_empty(programs, positions_of(n), n)
+    partial_query, partial_bias = (
+        lse.new_empty(programs, *query.shape),
+        lse.new_empty(programs, padded_sources(n, BACKWARD_COLUMNS)[1], n),
+    )
     start_grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs.start]
     launch_backward(*inputs, [partial_query, partial_bias, *start_grads])
     grad_bias = [partial_bias.sum((0, 1)).to(x.dtype) for x in bias]

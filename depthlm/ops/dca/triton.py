@@ -3,7 +3,8 @@
 
 A first kernel computes all scores w . x. Then each program of the forward pass computes a tile of the output for all
 reads. The backward pass computes the gradients of the scores, for which it needs all dimensions, and then those of the
-sources, of b and of w. The reads of a launch are a constant, so that no branch delays the loads of the next one.
+sources, of b and of w. The number of reads is a constant and those that a launch lacks are masked, since a
+branch would delay the loads of the next read.
 
 Shapes: s reads, n sources, p positions, d width.
 """
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from depthlm.ops.autograd import operator_name
 from depthlm.ops.backend import expect
-from depthlm.ops.reads import BACKWARD, FORWARD, BackwardInputs, Kernels, read
+from depthlm.ops.reads import BACKWARD, FORWARD, MAX_READS, BackwardInputs, Kernels, read
 from depthlm.ops.reads_triton import (
     COUNTS,
     DOT_READS,
@@ -23,7 +24,6 @@ from depthlm.ops.reads_triton import (
     HALF_ROWS,
     MIXED,
     ROWS,
-    WARPS,
     WIDTH,
     aligned,
     inputs_of,
@@ -38,7 +38,6 @@ from depthlm.ops.reads_triton import (
     store_grad,
     store_reads,
     tile_at,
-    transposed,
 )
 from depthlm.ops.triton_common import load_fp32, tl, triton
 
@@ -68,10 +67,12 @@ def forward(parameters, sources, start, eps, outputs):
     inputs = inputs_of(sources, len(b))
     n, positions, reads = inputs.sizes
     grid = triton.cdiv(positions, SCORE_ROWS.value), n
-    inputs.launch(_scores, grid, FEW_WARPS, [inputs.table, w, score], KIND=inputs.kind)
+    inputs.launch(_scores, grid, FEW_WARPS, [inputs.table, w, score])
     # without a start, its pointer is not used
     begin = aligned(start[0]) if start else out
-    inputs.launch(_forward, inputs.tiles, FEW_WARPS, [(inputs.table, b, score), begin, out], len(start), COUNT=reads)
+    inputs.launch(
+        _forward, inputs.tiles, FEW_WARPS, [(inputs.table, b, score), begin, out], len(start), COUNT=_count(reads)
+    )
 
 
 @torch.library.custom_op(operator_name(__name__, "gated_reads_backward"), **BACKWARD)
@@ -80,12 +81,12 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     (score,), (partial,) = outputs, sums
     inputs, grad_score = inputs_of(sources, len(b), source_grads, added), torch.empty_like(score)
     n, positions, reads = inputs.sizes
-    row_tiles, columns = inputs.tiles
+    row_tiles, columns = triton.cdiv(positions, HALF_ROWS.value), inputs.tiles[1]
     programs, rows = row_programs(positions)
     read_ptrs = grad, inputs.table, b, score, grad_score
     grid = row_tiles, triton.cdiv(n, SCORE_SOURCES.value)
-    inputs.launch(_score_grads, grid, WARPS, [read_ptrs], COUNT=reads)
-    inputs.launch(_source_grads, inputs.tiles, FEW_WARPS, [read_ptrs, w], COUNT=reads)
+    inputs.launch(_score_grads, grid, FEW_WARPS, [read_ptrs], COUNT=_count(reads))
+    inputs.launch(_source_grads, (row_tiles, columns), FEW_WARPS, [read_ptrs, w], COUNT=_count(reads))
     grid = triton.cdiv(n, SOURCES.value) * triton.cdiv(reads, FEW_READS.value), columns, programs
     inputs.launch(_bias_grads, grid, FEW_WARPS, [read_ptrs[:4], partial[0]], rows)
     grid, tensors = (n, columns, programs), [inputs.table, grad_score, partial[1]]
@@ -103,27 +104,30 @@ def backward(inputs: BackwardInputs) -> list[Tensor]:
 KERNELS = Kernels("dca", 1, allocate, forward, backward)
 
 
+def _count(reads: int) -> int:
+    """Return for how many reads a kernel is compiled. Those of two layers, or fewer, take the same version."""
+    return 6 if reads <= 6 else MAX_READS
+
+
 @triton.jit
-def _load_b(b_ptr, s, j, n, c, D: tl.constexpr):
-    return tl.load(b_ptr + (s * n + j) * D + c, c < D, other=0.0).to(tl.float32)[None, :]
+def _load_b(b_ptr, s, j, n, c, reads, D: tl.constexpr):
+    return tl.load(b_ptr + (s * n + j) * D + c, (c < D) & (s < reads), other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _scores(
-    table_ptr, w_ptr, score_ptr, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr, KIND: tl.constexpr
-):
+def _scores(table_ptr, w_ptr, score_ptr, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr):
     j = tl.program_id(1)
     p, s = tl.program_id(0) * SCORE_ROWS + tl.arange(0, SCORE_ROWS), tl.arange(0, DOT_READS)
-    x_ptrs, flags = source_of(table_ptr, j, NARROW)
-    score = tl.zeros([DOT_READS, SCORE_ROWS], tl.float32)
+    score = tl.zeros([SCORE_ROWS, DOT_READS], tl.float32)
     for first in range(0, D, WIDTH):
         c = first + tl.arange(0, WIDTH)
         at, mask = tile_at(p, c, positions, D)
-        x = load_parts(x_ptrs, flags, at, mask, KIND)
+        x = load_source(table_ptr, j, at, mask, NARROW)
         w = load_fp32(w_ptr, (s * n + j)[:, None] * D + c[None, :], (s < reads)[:, None] & (c < D)[None, :])
-        score = product(parts_of(w, MIXED | KIND), transposed(x), score, MIXED | KIND, KIND)
-    at = (j * reads + s)[:, None] * positions + p[None, :]
-    tl.store(score_ptr + at, score, (s < reads)[:, None] & (p < positions)[None, :])
+        # an error of a score opens or closes gates, and a gate is all or nothing in the gradient of b
+        score = tl.dot(x, tl.trans(w), score, input_precision="tf32x3")
+    at = (j * reads + s)[None, :] * positions + p[:, None]
+    tl.store(score_ptr + at, score, (s < reads)[None, :] & (p < positions)[:, None])
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -143,56 +147,61 @@ def _forward(
     p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     at, mask = tile_at(p, c, positions, D)
-    out = load_reads(start_ptr, at, mask & (started != 0), positions, D, COUNT)
+    out = load_reads(start_ptr, at, mask & (started != 0), positions, reads, D, COUNT)
     for j in range(n):
         x = load_source(table_ptr, j, at, mask, NARROW)
         sums = ()
         for s in tl.static_range(COUNT):
-            score = load_row(score_ptr, j * COUNT + s, p, positions)[:, None]
-            sums += (out[s] + tl.maximum(_load_b(b_ptr, s, j, n, c, D) + score, 0.0) * x,)
+            score = load_row(score_ptr, j * reads + s, p, positions, s < reads)[:, None]
+            sums += (out[s] + tl.maximum(_load_b(b_ptr, s, j, n, c, reads, D) + score, 0.0) * x,)
         out = sums
-    store_reads(out_ptr, at, out, mask, positions, D, COUNT)
+    store_reads(out_ptr, at, out, mask, positions, reads, D, COUNT)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def _score_grads(read_ptrs, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr, COUNT: tl.constexpr):
     grad_ptr, table_ptr, b_ptr, score_ptr, grad_score_ptr = read_ptrs
-    p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    p = tl.program_id(0) * HALF_ROWS + tl.arange(0, HALF_ROWS)
     begin = tl.program_id(1) * SCORE_SOURCES
     sums = ()
     for _ in tl.static_range(SCORE_SOURCES * COUNT):
-        sums += (tl.zeros([ROWS], tl.float32),)
+        sums += (tl.zeros([HALF_ROWS], tl.float32),)
     for first in range(0, D, WIDTH):
         c = first + tl.arange(0, WIDTH)
         at, mask = tile_at(p, c, positions, D)
-        grad, totals = load_reads(grad_ptr, at, mask, positions, D, COUNT), ()
+        grad, totals = load_reads(grad_ptr, at, mask, positions, reads, D, COUNT), ()
         for k in tl.static_range(SCORE_SOURCES):
             # what is computed again for the last source is not stored
             j = min(begin + k, n - 1)
             x = load_source(table_ptr, j, at, mask, NARROW)
             for s in tl.static_range(COUNT):
-                is_open = _load_b(b_ptr, s, j, n, c, D) > -load_row(score_ptr, j * COUNT + s, p, positions)[:, None]
+                is_open = (
+                    _load_b(b_ptr, s, j, n, c, reads, D)
+                    > -load_row(score_ptr, j * reads + s, p, positions, s < reads)[:, None]
+                )
                 totals += (sums[k * COUNT + s] + tl.sum(tl.where(is_open, grad[s] * x, 0.0), axis=1),)
         sums = totals
     for k in tl.static_range(SCORE_SOURCES):
         for s in tl.static_range(COUNT):
-            at = ((begin + k) * COUNT + s) * positions + p
-            tl.store(grad_score_ptr + at, sums[k * COUNT + s], (p < positions) & (begin + k < n))
+            at = ((begin + k) * reads + s) * positions + p
+            tl.store(grad_score_ptr + at, sums[k * COUNT + s], (p < positions) & (begin + k < n) & (s < reads))
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def _source_grads(read_ptrs, w_ptr, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr, COUNT: tl.constexpr):
     grad_ptr, table_ptr, b_ptr, score_ptr, grad_score_ptr = read_ptrs
-    p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    p = tl.program_id(0) * HALF_ROWS + tl.arange(0, HALF_ROWS)
     c = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     at, mask = tile_at(p, c, positions, D)
-    grad = load_reads(grad_ptr, at, mask, positions, D, COUNT)
+    grad = load_reads(grad_ptr, at, mask, positions, reads, D, COUNT)
     for j in range(n):
-        grad_x = tl.zeros([ROWS, WIDTH], tl.float32)
+        grad_x = tl.zeros([HALF_ROWS, WIDTH], tl.float32)
         for s in tl.static_range(COUNT):
-            score = load_row(score_ptr, j * COUNT + s, p, positions)[:, None]
-            grad_x += tl.maximum(_load_b(b_ptr, s, j, n, c, D) + score, 0.0) * grad[s]
-            grad_x += load_row(grad_score_ptr, j * COUNT + s, p, positions)[:, None] * _load_b(w_ptr, s, j, n, c, D)
+            score = load_row(score_ptr, j * reads + s, p, positions, s < reads)[:, None]
+            grad_x += tl.maximum(_load_b(b_ptr, s, j, n, c, reads, D) + score, 0.0) * grad[s]
+            grad_x += load_row(grad_score_ptr, j * reads + s, p, positions, s < reads)[:, None] * _load_b(
+                w_ptr, s, j, n, c, reads, D
+            )
         store_grad(table_ptr, j, at, grad_x, mask, NARROW)
 
 
@@ -219,7 +228,8 @@ def _bias_grads(read_ptrs, partial_ptr, n, positions, reads, rows, D: tl.constex
             for k in tl.static_range(SOURCES):
                 j = min(first_j + k, n - 1)
                 is_open = (
-                    _load_b(b_ptr, read, j, n, c, D) > -load_row(score_ptr, j * reads + read, p, positions)[:, None]
+                    _load_b(b_ptr, read, j, n, c, reads, D)
+                    > -load_row(score_ptr, j * reads + read, p, positions, True)[:, None]
                 )
                 totals += (sums[s * SOURCES + k] + tl.where(is_open, grad * xs[k], 0.0),)
         sums = totals

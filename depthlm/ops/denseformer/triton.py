@@ -100,7 +100,7 @@ def _forward(
     p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     at, mask = tile_at(p, c, positions, D)
-    out = load_reads(start_ptr, at, mask & (started != 0), positions, D, COUNT)
+    out = load_reads(start_ptr, at, mask & (started != 0), positions, reads, D, COUNT)
     for j in range(n):
         x = load_source(table_ptr, j, at, mask, NARROW)
         sums = ()
@@ -108,7 +108,7 @@ def _forward(
             weight = tl.load(weights_ptr + s * n + j).to(tl.float32)
             sums += (out[s] + weight * x,)
         out = sums
-    store_reads(out_ptr, at, out, mask, positions, D, COUNT)
+    store_reads(out_ptr, at, out, mask, positions, reads, D, COUNT)
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["weights_ptr"])

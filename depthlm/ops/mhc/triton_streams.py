@@ -217,7 +217,8 @@ def mixed_tile(i: tl.constexpr, old, y, maps, settings):
     """Return the tile of new stream i in fp32."""
     mixed = maps[i][:, None] * y
     for j in tl.static_range(settings.n):
-        mixed += maps[settings.n + i * settings.n + j][:, None] * old[j]
+        # a sum of two products could be fused in two ways, with different bits
+        mixed = tl.fma(maps[settings.n + i * settings.n + j][:, None], old[j], mixed)
     return mixed
 
 

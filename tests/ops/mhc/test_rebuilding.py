@@ -1,5 +1,6 @@
 """Streams that are computed again in the backward pass give the same gradients, bit for bit, and take less memory."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,10 +14,18 @@ from depthlm.ops.mhc.naive import mhc_post_pre, write_streams
 from depthlm.ops.mhc.rebuilding import RUN
 
 N, D, WRITES = 2, 8, 2 * RUN + 3
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> Iterator[None]:
+    """Make all tensors on a GPU where there is one."""
+    with torch.device(DEVICE):
+        yield
 
 
 def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, generator=torch.Generator(DEVICE).manual_seed(seed))
 
 
 def hyper_connections_chain(x: Tensor, weights: list[Tensor], rebuild: bool) -> Tensor:
