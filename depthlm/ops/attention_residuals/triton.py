@@ -19,6 +19,7 @@ from torch import Tensor
 from depthlm.ops.attention_residuals.one_triton import KERNELS as KERNELS_OF_ONE
 from depthlm.ops.autograd import operator_name
 from depthlm.ops.backend import expect
+from depthlm.ops.depth_reduce import source_scores
 from depthlm.ops.reads import BACKWARD, FORWARD, BackwardInputs, Kernels, read
 from depthlm.ops.reads_triton import (
     ADDRESSES,
@@ -80,6 +81,10 @@ def depth_attend(
         expect("attention_residuals", query_sd, bias=(x, (len(sources),)))
     if start is not None:
         expect("attention_residuals", query_sd, **{"start of lse": (start[1], (len(query_sd), *positions))})
+    if len(sources) == 1 and start is None and not bias:
+        # all weights are 1; for this source, which autocast leaves in fp32, the kernels would be compiled once more
+        scores = source_scores(query_sd, [sources[0][None]] * len(query_sd), eps)
+        return sources[0].expand(len(query_sd), *sources[0].shape), scores[:, 0]
     result: Sequence[Tensor] = start or ()
     for first in range(0, len(sources), MANY_SOURCES):
         part = slice(first, first + MANY_SOURCES)
@@ -107,8 +112,8 @@ def settings_of(inputs: Inputs, eps: float | None, columns: int, grad: Tensor | 
     """Return the constants of a kernel; grad: the gradients of the outputs."""
     d, narrow, kind = inputs.settings["D"], inputs.settings["NARROW"], inputs.kind
     padded, positions = padded_sources(inputs.sizes[0], columns)
-    # a factor in two parts takes twice the registers, and so do many sources in the backward pass
-    halved = kind != BFLOAT16.value or (grad is not None and padded > columns)
+    # registers limit a tile
+    halved = kind != BFLOAT16.value if grad is None else kind == MIXED.value or padded > columns
     rows = max(DOT_READS.value, positions * READS.value)
     # the gradients of bf16 sources are in fp32 if the start was
     grad_kind = kind if grad is None or grad.dtype == torch.bfloat16 else MIXED.value | kind

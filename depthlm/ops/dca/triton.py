@@ -22,19 +22,14 @@ from depthlm.ops.reads_triton import (
     DOT_READS,
     FEW_WARPS,
     HALF_ROWS,
-    MIXED,
     ROWS,
     WIDTH,
     aligned,
     inputs_of,
-    load_parts,
     load_reads,
     load_row,
     load_source,
-    parts_of,
-    product,
     row_programs,
-    source_of,
     store_grad,
     store_reads,
     tile_at,
@@ -90,7 +85,7 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     grid = triton.cdiv(n, SOURCES.value) * triton.cdiv(reads, FEW_READS.value), columns, programs
     inputs.launch(_bias_grads, grid, FEW_WARPS, [read_ptrs[:4], partial[0]], rows)
     grid, tensors = (n, columns, programs), [inputs.table, grad_score, partial[1]]
-    inputs.launch(_gate_grads, grid, FEW_WARPS, tensors, rows, KIND=inputs.kind)
+    inputs.launch(_gate_grads, grid, FEW_WARPS, tensors, rows)
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
@@ -242,28 +237,18 @@ def _bias_grads(read_ptrs, partial_ptr, n, positions, reads, rows, D: tl.constex
 
 @triton.jit(do_not_specialize=COUNTS)
 def _gate_grads(
-    table_ptr,
-    grad_score_ptr,
-    partial_ptr,
-    n,
-    positions,
-    reads,
-    rows,
-    D: tl.constexpr,
-    NARROW: tl.constexpr,
-    KIND: tl.constexpr,
+    table_ptr, grad_score_ptr, partial_ptr, n, positions, reads, rows, D: tl.constexpr, NARROW: tl.constexpr
 ):
     j, c = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     s, grad_w = tl.arange(0, DOT_READS), tl.zeros([DOT_READS, WIDTH], tl.float32)
-    x_ptrs, flags = source_of(table_ptr, j, NARROW)
     first = tl.program_id(2) * rows
     end = min(first + rows, positions)
     for row in range(first, end, GATE_ROWS):
         p = row + tl.arange(0, GATE_ROWS)
         at, mask = tile_at(p, c, end, D)
-        x = load_parts(x_ptrs, flags, at, mask, KIND)
+        x = load_source(table_ptr, j, at, mask, NARROW)
         score_at = (j * reads + s)[:, None] * positions + p[None, :]
         grad_score = tl.load(grad_score_ptr + score_at, (s < reads)[:, None] & (p < end)[None, :], other=0.0)
-        grad_w = product(parts_of(grad_score, MIXED | KIND), x, grad_w, MIXED | KIND, KIND)
+        grad_w = tl.dot(grad_score, x, grad_w, input_precision="tf32x3")
     partial_ptr += tl.program_id(2) * tl.cast(reads * n, tl.int64) * D
     tl.store(partial_ptr + ((s * n + j) * D)[:, None] + c[None, :], grad_w, (s < reads)[:, None] & (c < D)[None, :])
