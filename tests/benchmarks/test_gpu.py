@@ -152,7 +152,7 @@ LINE = {"preset": "vanilla", "size": "1.5b", "mode": "eager", "micro_batch_size"
 
 
 def test_tables_are_written_from_the_results_of_each_device() -> None:
-    measured = {"tokens_per_second": 51234.5, "microseconds_per_token": 19.52, "mfu": 0.4567, "launches": 5723,
+    measured = {"tokens_per_second": 51234.5, "microseconds_per_token": 19.52, "mfu": 0.4567, "launches": 5723, "gpu_seconds": 0.3125,
                 "peak_memory_gib": 52.04, "estimated_memory_gib": 52.34, "first_step_seconds": 3.21}  # fmt: skip
     failed = {**LINE, "mode": "compiled", "error": "OutOfMemoryError: 80 GiB"}
     h100 = {
@@ -169,7 +169,7 @@ def test_tables_are_written_from_the_results_of_each_device() -> None:
     devices = {"gpu-h100": h100, "gpu-h200": h200}
     filled, errors = gpu.fill(empty, devices)
     assert not errors
-    assert "| vanilla | 1.5b | eager | 8 x 2048 | 51,234 | 19.5 | 45.7% | 5,723 | 52.0 | 52.3 | 3.2 |" in filled
+    assert "| vanilla | 1.5b | eager | 8 x 2048 | 51,234 | 19.5 | 45.7% | 5,723 | 0.312 | 52.0 | 52.3 | 3.2 |" in filled
     assert "| vanilla | 1.5b | compiled | 8 x 2048 | error |" in filled
     assert "NVIDIA H100 80GB HBM3, 16 threads, torch 2.11.0:" in filled
     assert "NVIDIA H200, 16 threads, torch 2.11.0:" in filled
