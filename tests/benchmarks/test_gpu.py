@@ -153,7 +153,8 @@ LINE = {"preset": "vanilla", "size": "1.5b", "mode": "eager", "micro_batch_size"
 
 def test_tables_are_written_from_the_results_of_each_device() -> None:
     measured = {"tokens_per_second": 51234.5, "microseconds_per_token": 19.52, "mfu": 0.4567, "launches": 5723,
-                "gpu_seconds": 0.3125, "peak_memory_gib": 52.04, "estimated_memory_gib": 52.34, "first_step_seconds": 3.21}  # fmt: skip
+                "gpu_seconds": 0.3125, "peak_memory_gib": 52.04, "estimated_memory_gib": 52.34,
+                "first_step_seconds": 3.21}  # fmt: skip
     failed = {**LINE, "mode": "compiled", "error": "OutOfMemoryError: 80 GiB"}
     h100 = {
         "vanilla": {
