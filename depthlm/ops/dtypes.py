@@ -23,7 +23,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 def autocast_device(x: Tensor) -> str:
     """Return the device type whose autocast applies to x: the CPU for meta tensors, which have no autocast."""
-    # torch.amp.is_autocast_available breaks the graph of torch.compile before torch 2.13
+    # torch.amp.is_autocast_available breaks the graph of torch.compile in torch 2.11
     return "cpu" if x.is_meta else x.device.type
 
 
