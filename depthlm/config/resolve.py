@@ -84,6 +84,8 @@ def decisive(overrides: Sequence[str], config_dir: str | Path | None = None) -> 
     kept, settings = list(overrides), other_settings(overrides)
     # a given size of the vocabulary is not raised to that of the tokenizer
     settings.pop("size.vocab_size", None)
+    if not settings:
+        return kept
     with hydra_at_conf(), suppress(*COMPOSING):
         if experiment := experiment_of(overrides):
             points = compose_raw([f"experiment={experiment}"], config_dir).experiment.points

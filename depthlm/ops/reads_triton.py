@@ -2,8 +2,9 @@
 """What the Triton kernels of reads over depth share: a table of sources, tiles of a source, and products with them.
 
 A table contains the address and the dtype of each source, so one compiled kernel supports any number and any mixture
-of 16-bit and fp32 sources. A tile has ROWS positions and WIDTH dimensions. A program has one tile of each
-read in registers, so that each tile of a source is loaded once for all reads.
+of 16-bit and fp32 sources. A tile of one source has some positions and WIDTH dimensions. A program that has such a tile
+of each read in registers loads each tile of a source once for all reads. A tile of several sources has a row for each
+of them, and is a factor of a matrix product.
 
 Shapes: s reads, n sources, p positions, d width.
 """
@@ -16,25 +17,20 @@ from torch import Tensor
 
 from depthlm.ops.backend import interpreted
 from depthlm.ops.reads import MAX_READS
-from depthlm.ops.triton_common import load_fp32, split_work, tl, triton
+from depthlm.ops.triton_common import load_fp32, store_as, tl, triton, triton_type
 
-# reads of a launch: the code of a kernel is unrolled over them, and those that a launch lacks are skipped
+# the most reads of a launch
 READS = tl.constexpr(MAX_READS)
 # reads of a tensor-core product, whose sides have at least 16 entries
 DOT_READS = tl.constexpr(16)
 # with 8 warps, a thread has 8 values of a tile: one 128-bit load of a 16-bit source
 ROWS, WIDTH, WARPS = tl.constexpr(32), tl.constexpr(64), 8
-# for programs that need more registers per value: half a tile, or twice the registers per thread
-HALF_ROWS, FEW_WARPS = tl.constexpr(16), 4
 # factors of a matrix product: sources in bf16; in several dtypes, split into two parts in bf16; in fp32
 BFLOAT16, MIXED, EXACT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(3)
 # the interpreter computes wrong products in bf16
 PART = tl.constexpr(tl.float32 if interpreted() else tl.bfloat16)
 # sources whose addresses are arguments of one launch
 ADDRESSES = 16
-# programs over positions of a backward pass, each with its own partial sums
-PROGRAMS = 64
-NARROW_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # numbers that vary from launch to launch: to specialize on them would compile a kernel again
 COUNTS = ["n", "positions", "reads", "rows", "steps", "started", "biased", "given_lse", "first", "wide", "added"]
 
@@ -65,7 +61,7 @@ def inputs_of(
     """Return the inputs of a group of reads, for a backward pass with the gradients as in `table_of`."""
     xs, d = [aligned(x) for x in sources], sources[0].shape[-1]
     positions = sources[0].numel() // d
-    tiles = row_tiles(positions), triton.cdiv(d, WIDTH.value)
+    tiles = triton.cdiv(positions, ROWS.value), triton.cdiv(d, WIDTH.value)
     settings = {"D": d, "NARROW": narrow_dtype(xs)}
     return Inputs(xs, table_of(xs, grads, added), (len(xs), positions, reads), settings, tiles, kind_of(xs))
 
@@ -114,17 +110,7 @@ def kind_of(sources: Sequence[Tensor]) -> int:
 
 def narrow_dtype(sources: Sequence[Tensor]) -> Any:
     """Return Triton's name of the dtype of the 16-bit sources."""
-    return NARROW_TYPES.get(next((x.dtype for x in sources if x.dtype in NARROW_TYPES), torch.bfloat16))
-
-
-def row_tiles(positions: int) -> int:
-    """Return the number of tiles that cover all positions."""
-    return triton.cdiv(positions, ROWS.value)
-
-
-def row_programs(positions: int) -> tuple[int, int]:
-    """Return the number of programs over positions of a backward pass, and the positions of each."""
-    return split_work(positions, PROGRAMS, HALF_ROWS.value)
+    return triton_type(next((x.dtype for x in sources if x.dtype != torch.float32), torch.bfloat16))
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -174,16 +160,10 @@ def store_typed(ptrs, wide, added, at, grad, mask, NARROW: tl.constexpr):
 
 
 @triton.jit
-def source_of(table_ptr, j, NARROW: tl.constexpr):
-    """Return pointers of each dtype to source j of a table, and its flags."""
-    return pointers(tl.load(table_ptr + j * 3), NARROW), tl.load(table_ptr + j * 3 + 2)
-
-
-@triton.jit
 def load_source(table_ptr, j, at, mask, NARROW: tl.constexpr):
     """Load a tile of source j of a table."""
-    ptrs, flags = source_of(table_ptr, j, NARROW)
-    return load_typed(ptrs, flags & 1, at, mask)
+    row_ptr = table_ptr + j * 3
+    return load_typed(pointers(tl.load(row_ptr), NARROW), tl.load(row_ptr + 2) & 1, at, mask)
 
 
 @triton.jit
@@ -260,9 +240,12 @@ def tile_at(p, c, positions, D: tl.constexpr):
 
 
 @triton.jit
-def load_row(ptr, s, p, positions, mask):
-    """Load row s of a tensor x_sp as fp32."""
-    return tl.load(ptr + s * positions + p, (p < positions) & mask, other=0.0).to(tl.float32)
+def tile_of_program(positions, D: tl.constexpr, HEIGHT: tl.constexpr):
+    """Return positions, dimensions, offsets and mask of the tile of a program, whose grid is over both."""
+    p = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
+    c = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    at, mask = tile_at(p, c, positions, D)
+    return p, c, at, mask
 
 
 @triton.jit
@@ -278,5 +261,4 @@ def load_reads(ptr, at, mask, positions, reads, D: tl.constexpr, COUNT: tl.const
 def store_reads(ptr, at, tiles, mask, positions, reads, D: tl.constexpr, COUNT: tl.constexpr):
     """Store a tile of each read into a tensor x_spd."""
     for s in tl.static_range(COUNT):
-        out = tiles[s].to(ptr.dtype.element_ty)
-        tl.store(ptr + tl.cast(positions, tl.int64) * (s * D) + at, out, mask & (s < reads))
+        store_as(ptr, tl.cast(positions, tl.int64) * (s * D) + at, tiles[s], mask & (s < reads))

@@ -49,6 +49,11 @@ def split_work(count: int, most: int, multiple: int = 1) -> tuple[int, int]:
     return triton.cdiv(count, units), units
 
 
+def triton_type(dtype: torch.dtype) -> tl.dtype:
+    """Return Triton's name of a dtype."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
 def constants(settings: type[T], *values: object) -> T:
     """Return a NamedTuple of values that are constants in the code of a kernel."""
     return settings(*map(tl.constexpr, values))

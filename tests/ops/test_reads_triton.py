@@ -148,7 +148,7 @@ def test_several_tiles_of_positions_and_dimensions(kind: str) -> None:
     """One tile has 64 dimensions, and up to 32 positions. Two programs of the backward pass have several tiles each."""
     arguments = tensors(kind, 3, 2, 25, 70, started=True)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (reads_triton, attend_ops, weighted_triton):
+        for module in (attend_ops, gated_triton, weighted_triton):
             patch.setattr(module, "PROGRAMS", 2)
         assert_same(kind, arguments)
 

@@ -161,10 +161,8 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
 def backward(inputs: BackwardInputs) -> list[Tensor]:
     (query, *bias), lse, n = inputs.parameters, inputs.outputs[0], len(inputs.sources)
     programs, _ = _programs(lse[0].numel(), n)
-    partial_query, partial_bias = (
-        lse.new_empty(programs, *query.shape),
-        lse.new_empty(programs, padded_sources(n, BACKWARD_COLUMNS)[1], n),
-    )
+    partial_query = lse.new_empty(programs, *query.shape)
+    partial_bias = lse.new_empty(programs, padded_sources(n, BACKWARD_COLUMNS)[1], n)
     start_grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs.start]
     launch_backward(*inputs, [partial_query, partial_bias, *start_grads])
     grad_bias = [partial_bias.sum((0, 1)).to(x.dtype) for x in bias]
@@ -208,7 +206,8 @@ def _forward(read_ptrs, out_ptrs, n, positions, reads, started, biased, SETTINGS
         query = parts_of(load_fp32(query_ptr, at, (dot_s < reads)[:, None] & mask_w), MIXED | SETTINGS.KIND)
         raw = product(query, transposed(x), raw, MIXED | SETTINGS.KIND, SETTINGS.KIND)
         if SETTINGS.EPS is not None:
-            squares += whole(x, SETTINGS.KIND) * whole(x, SETTINGS.KIND)
+            exact = whole(x, SETTINGS.KIND)
+            squares += exact * exact
     scale = tl.full([SETTINGS.P * SETTINGS.N], 1.0, tl.float32)
     if SETTINGS.EPS is not None:
         scale = tl.rsqrt(tl.sum(squares, axis=1) / SETTINGS.D + SETTINGS.EPS)
@@ -234,7 +233,7 @@ def _forward(read_ptrs, out_ptrs, n, positions, reads, started, biased, SETTINGS
         mask = mask_r[:, None] & mask_w
         out = load_fp32(start_ptr, row_at + first, mask & (started != 0)) * share[:, None]
         out = product(weights, x, out, MIXED | SETTINGS.KIND, SETTINGS.KIND)
-        tl.store(out_ptr + row_at + first, out.to(out_ptr.dtype.element_ty), mask)
+        store_as(out_ptr, row_at + first, out, mask)
 
 
 @triton.jit

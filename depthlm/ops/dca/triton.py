@@ -20,26 +20,25 @@ from depthlm.ops.reads import BACKWARD, FORWARD, MAX_READS, BackwardInputs, Kern
 from depthlm.ops.reads_triton import (
     COUNTS,
     DOT_READS,
-    FEW_WARPS,
-    HALF_ROWS,
     ROWS,
     WIDTH,
     aligned,
     inputs_of,
     load_reads,
-    load_row,
     load_source,
-    row_programs,
     store_grad,
     store_reads,
     tile_at,
+    tile_of_program,
 )
-from depthlm.ops.triton_common import load_fp32, tl, triton
+from depthlm.ops.triton_common import load_fp32, split_work, tl, triton
 
 # sources of a program of `_score_grads`; sources and reads of one of `_bias_grads`, which has a sum for each pair
 SCORE_SOURCES, SOURCES, FEW_READS = tl.constexpr(2), tl.constexpr(3), tl.constexpr(3)
-# positions of a tile of `_scores` and `_gate_grads`
-SCORE_ROWS, GATE_ROWS = tl.constexpr(64), tl.constexpr(64)
+# positions of a tile of a matrix product; of one beside many others in registers
+DOT_ROWS, HALF_ROWS, WARPS = tl.constexpr(64), tl.constexpr(16), 4
+# programs over positions of the gradients of parameters, each with its own partial sums
+PROGRAMS = 64
 
 
 def gated(b_snd: Tensor, w_snd: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None = None) -> Tensor:
@@ -61,12 +60,12 @@ def forward(parameters, sources, start, eps, outputs):
     out, score = outputs
     inputs = inputs_of(sources, len(b))
     n, positions, reads = inputs.sizes
-    grid = triton.cdiv(positions, SCORE_ROWS.value), n
-    inputs.launch(_scores, grid, FEW_WARPS, [inputs.table, w, score])
+    grid = triton.cdiv(positions, DOT_ROWS.value), n
+    inputs.launch(_scores, grid, WARPS, [inputs.table, w, score])
     # without a start, its pointer is not used
     begin = aligned(start[0]) if start else out
     inputs.launch(
-        _forward, inputs.tiles, FEW_WARPS, [(inputs.table, b, score), begin, out], len(start), COUNT=_count(reads)
+        _forward, inputs.tiles, WARPS, [(inputs.table, b, score), begin, out], len(start), COUNT=_count(reads)
     )
 
 
@@ -77,20 +76,20 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     inputs, grad_score = inputs_of(sources, len(b), source_grads, added), torch.empty_like(score)
     n, positions, reads = inputs.sizes
     row_tiles, columns = triton.cdiv(positions, HALF_ROWS.value), inputs.tiles[1]
-    programs, rows = row_programs(positions)
+    programs, rows = _programs(positions)
     read_ptrs = grad, inputs.table, b, score, grad_score
     grid = row_tiles, triton.cdiv(n, SCORE_SOURCES.value)
-    inputs.launch(_score_grads, grid, FEW_WARPS, [read_ptrs], COUNT=_count(reads))
-    inputs.launch(_source_grads, (row_tiles, columns), FEW_WARPS, [read_ptrs, w], COUNT=_count(reads))
+    inputs.launch(_score_grads, grid, WARPS, [read_ptrs], COUNT=_count(reads))
+    inputs.launch(_source_grads, (row_tiles, columns), WARPS, [read_ptrs, w], COUNT=_count(reads))
     grid = triton.cdiv(n, SOURCES.value) * triton.cdiv(reads, FEW_READS.value), columns, programs
-    inputs.launch(_bias_grads, grid, FEW_WARPS, [read_ptrs[:4], partial[0]], rows)
+    inputs.launch(_bias_grads, grid, WARPS, [read_ptrs[:4], partial[0]], rows)
     grid, tensors = (n, columns, programs), [inputs.table, grad_score, partial[1]]
-    inputs.launch(_gate_grads, grid, FEW_WARPS, tensors, rows)
+    inputs.launch(_gate_grads, grid, WARPS, tensors, rows)
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
     (reads, n, d), positions = inputs.parameters[0].shape, inputs.sources[0].shape[:-1].numel()
-    partial = inputs.grads[0].new_empty(2, row_programs(positions)[0], reads, n, d, dtype=torch.float32)
+    partial = inputs.grads[0].new_empty(2, _programs(positions)[0], reads, n, d, dtype=torch.float32)
     launch_backward(*inputs, [partial])
     of_parameters = zip(partial.sum(1), inputs.parameters, strict=True)
     return [*(x.to(y.dtype) for x, y in of_parameters), *(inputs.grads[0].to(x.dtype) for x in inputs.start)]
@@ -99,21 +98,39 @@ def backward(inputs: BackwardInputs) -> list[Tensor]:
 KERNELS = Kernels("dca", 1, allocate, forward, backward)
 
 
+def _programs(positions: int) -> tuple[int, int]:
+    """Return the programs over positions of the gradients of parameters, and the positions of each."""
+    return split_work(positions, PROGRAMS, HALF_ROWS.value)
+
+
 def _count(reads: int) -> int:
     """Return for how many reads a kernel is compiled. Those of two layers, or fewer, take the same version."""
     return 6 if reads <= 6 else MAX_READS
 
 
 @triton.jit
-def _load_b(b_ptr, s, j, n, c, reads, D: tl.constexpr):
-    return tl.load(b_ptr + (s * n + j) * D + c, (c < D) & (s < reads), other=0.0).to(tl.float32)[None, :]
+def _of_dimensions(ptr, s, j, n, c, reads, D: tl.constexpr):
+    """Load a row [1, c] of b or w."""
+    return load_fp32(ptr, (s * n + j) * D + c, (c < D) & (s < reads))[None, :]
+
+
+@triton.jit
+def _of_positions(ptr, s, j, p, positions, reads):
+    """Load a column [p, 1] of scores or of their gradients."""
+    return load_fp32(ptr, (j * reads + s) * positions + p, (p < positions) & (s < reads))[:, None]
+
+
+@triton.jit
+def _gate(b_ptr, score_ptr, s, j, n, p, c, positions, reads, D: tl.constexpr):
+    """Return what a gate is where it is above 0; elsewhere the gate is closed."""
+    return _of_dimensions(b_ptr, s, j, n, c, reads, D) + _of_positions(score_ptr, s, j, p, positions, reads)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def _scores(table_ptr, w_ptr, score_ptr, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr):
     j = tl.program_id(1)
-    p, s = tl.program_id(0) * SCORE_ROWS + tl.arange(0, SCORE_ROWS), tl.arange(0, DOT_READS)
-    score = tl.zeros([SCORE_ROWS, DOT_READS], tl.float32)
+    p, s = tl.program_id(0) * DOT_ROWS + tl.arange(0, DOT_ROWS), tl.arange(0, DOT_READS)
+    score = tl.zeros([DOT_ROWS, DOT_READS], tl.float32)
     for first in range(0, D, WIDTH):
         c = first + tl.arange(0, WIDTH)
         at, mask = tile_at(p, c, positions, D)
@@ -139,16 +156,13 @@ def _forward(
     COUNT: tl.constexpr,
 ):
     table_ptr, b_ptr, score_ptr = read_ptrs
-    p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    c = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    at, mask = tile_at(p, c, positions, D)
+    p, c, at, mask = tile_of_program(positions, D, ROWS)
     out = load_reads(start_ptr, at, mask & (started != 0), positions, reads, D, COUNT)
     for j in range(n):
         x = load_source(table_ptr, j, at, mask, NARROW)
         sums = ()
         for s in tl.static_range(COUNT):
-            score = load_row(score_ptr, j * reads + s, p, positions, s < reads)[:, None]
-            sums += (out[s] + tl.maximum(_load_b(b_ptr, s, j, n, c, reads, D) + score, 0.0) * x,)
+            sums += (out[s] + tl.maximum(_gate(b_ptr, score_ptr, s, j, n, p, c, positions, reads, D), 0.0) * x,)
         out = sums
     store_reads(out_ptr, at, out, mask, positions, reads, D, COUNT)
 
@@ -170,10 +184,7 @@ def _score_grads(read_ptrs, n, positions, reads, D: tl.constexpr, NARROW: tl.con
             j = min(begin + k, n - 1)
             x = load_source(table_ptr, j, at, mask, NARROW)
             for s in tl.static_range(COUNT):
-                is_open = (
-                    _load_b(b_ptr, s, j, n, c, reads, D)
-                    > -load_row(score_ptr, j * reads + s, p, positions, s < reads)[:, None]
-                )
+                is_open = _gate(b_ptr, score_ptr, s, j, n, p, c, positions, reads, D) > 0.0
                 totals += (sums[k * COUNT + s] + tl.sum(tl.where(is_open, grad[s] * x, 0.0), axis=1),)
         sums = totals
     for k in tl.static_range(SCORE_SOURCES):
@@ -185,18 +196,14 @@ def _score_grads(read_ptrs, n, positions, reads, D: tl.constexpr, NARROW: tl.con
 @triton.jit(do_not_specialize=COUNTS)
 def _source_grads(read_ptrs, w_ptr, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr, COUNT: tl.constexpr):
     grad_ptr, table_ptr, b_ptr, score_ptr, grad_score_ptr = read_ptrs
-    p = tl.program_id(0) * HALF_ROWS + tl.arange(0, HALF_ROWS)
-    c = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    at, mask = tile_at(p, c, positions, D)
+    p, c, at, mask = tile_of_program(positions, D, HALF_ROWS)
     grad = load_reads(grad_ptr, at, mask, positions, reads, D, COUNT)
     for j in range(n):
         grad_x = tl.zeros([HALF_ROWS, WIDTH], tl.float32)
         for s in tl.static_range(COUNT):
-            score = load_row(score_ptr, j * reads + s, p, positions, s < reads)[:, None]
-            grad_x += tl.maximum(_load_b(b_ptr, s, j, n, c, reads, D) + score, 0.0) * grad[s]
-            grad_x += load_row(grad_score_ptr, j * reads + s, p, positions, s < reads)[:, None] * _load_b(
-                w_ptr, s, j, n, c, reads, D
-            )
+            grad_x += tl.maximum(_gate(b_ptr, score_ptr, s, j, n, p, c, positions, reads, D), 0.0) * grad[s]
+            grad_score = _of_positions(grad_score_ptr, s, j, p, positions, reads)
+            grad_x += grad_score * _of_dimensions(w_ptr, s, j, n, c, reads, D)
         store_grad(table_ptr, j, at, grad_x, mask, NARROW)
 
 
@@ -222,10 +229,7 @@ def _bias_grads(read_ptrs, partial_ptr, n, positions, reads, rows, D: tl.constex
             grad = load_fp32(grad_ptr, tl.cast(positions, tl.int64) * (read * D) + at, mask)
             for k in tl.static_range(SOURCES):
                 j = min(first_j + k, n - 1)
-                is_open = (
-                    _load_b(b_ptr, read, j, n, c, reads, D)
-                    > -load_row(score_ptr, j * reads + read, p, positions, True)[:, None]
-                )
+                is_open = _gate(b_ptr, score_ptr, read, j, n, p, c, positions, reads, D) > 0.0
                 totals += (sums[s * SOURCES + k] + tl.where(is_open, grad * xs[k], 0.0),)
         sums = totals
     partial_ptr += tl.program_id(2) * tl.cast(reads * n, tl.int64) * D
@@ -243,8 +247,8 @@ def _gate_grads(
     s, grad_w = tl.arange(0, DOT_READS), tl.zeros([DOT_READS, WIDTH], tl.float32)
     first = tl.program_id(2) * rows
     end = min(first + rows, positions)
-    for row in range(first, end, GATE_ROWS):
-        p = row + tl.arange(0, GATE_ROWS)
+    for row in range(first, end, DOT_ROWS):
+        p = row + tl.arange(0, DOT_ROWS)
         at, mask = tile_at(p, c, end, D)
         x = load_source(table_ptr, j, at, mask, NARROW)
         score_at = (j * reads + s)[:, None] * positions + p[None, :]

@@ -18,7 +18,6 @@ from depthlm.ops.reads_triton import (
     MIXED,
     ROWS,
     WARPS,
-    WIDTH,
     aligned,
     inputs_of,
     load_parts,
@@ -29,7 +28,7 @@ from depthlm.ops.reads_triton import (
     rows_of,
     store_reads,
     store_typed,
-    tile_at,
+    tile_of_program,
     transposed,
 )
 from depthlm.ops.triton_common import load_fp32, split_work, tl, triton
@@ -97,9 +96,7 @@ def _forward(
     NARROW: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    c = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    at, mask = tile_at(p, c, positions, D)
+    _, _, at, mask = tile_of_program(positions, D, ROWS)
     out = load_reads(start_ptr, at, mask & (started != 0), positions, reads, D, COUNT)
     for j in range(n):
         x = load_source(table_ptr, j, at, mask, NARROW)

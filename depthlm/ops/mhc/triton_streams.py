@@ -22,7 +22,7 @@ from depthlm.ops.backend import expect
 from depthlm.ops.dtypes import common_dtype
 from depthlm.ops.mhc.cpu import Pending
 from depthlm.ops.mhc.rebuilding import mark_write, save_streams, saved_streams, written
-from depthlm.ops.triton_common import constants, load_fp32, store_as, tl, triton
+from depthlm.ops.triton_common import constants, load_fp32, store_as, tl, triton, triton_type
 
 # positions per program, which are the rows of its matrix products: tl.dot requires 16
 POSITIONS = 16
@@ -53,7 +53,7 @@ def settings_of(x_btnd: Tensor, columns: int, eps: float, dtype: torch.dtype) ->
     most = 64 if n <= 2 else columns if n <= 4 else 16
     columns = min(most, max(16, triton.next_power_of_2(d)))
     padded = max(4, triton.next_power_of_2(n))
-    return constants(Settings, n, padded, POSITIONS, columns, eps, getattr(tl, str(dtype).removeprefix("torch.")))
+    return constants(Settings, n, padded, POSITIONS, columns, eps, triton_type(dtype))
 
 
 def check_streams(operator: str, x_btnd: Tensor, pending: Pending | None, **parameters: Any) -> None:

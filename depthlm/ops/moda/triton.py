@@ -28,6 +28,7 @@ from depthlm.ops.triton_common import (
     store_as,
     tl,
     triton,
+    triton_type,
 )
 
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -136,7 +137,7 @@ def settings_of(e: int, num_kv_heads: int, groups: int, dtype: torch.dtype) -> t
     padded_size = max(16, triton.next_power_of_2(e))
     # with more bytes, shared memory would be too small on some GPUs
     nbytes = padded_size * dtype.itemsize
-    sizes = num_kv_heads, groups, e, padded_size, getattr(tl, str(dtype).removeprefix("torch."))
+    sizes = num_kv_heads, groups, e, padded_size, triton_type(dtype)
     return constants(Settings, e**-0.5, *sizes, 3 if nbytes <= 256 else 1), max(1, nbytes // 128)
 
 
