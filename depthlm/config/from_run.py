@@ -113,10 +113,22 @@ def directory_of(run: Path, saved: Config, config: Config, overrides: Sequence[s
     if config.name is not None and config.name != saved.name:
         return str(origin.parent / config.name)
     own_texts = own_overrides(overrides)
-    values = {name: override_text(value_of(saved, name)) for name in other_settings(own_texts) if name in keys()}
-    name = derived_name(origin.name, leading(saved), leading(config), own_texts, values)
+    changed = compare(asdict(saved), asdict(config))
+    effective = [text for text in own_texts if any(_overlap(name, key) for name in by_name([text]) for key in changed)]
+    before, after = leading(saved), leading(config)
+    names = []
+    # a run that began when the name had every override is found by it
+    for texts in (effective, own_texts):
+        values = {name: override_text(value_of(saved, name)) for name in other_settings(texts) if name in keys()}
+        names.append(derived_name(origin.name, before, after, texts, values))
     earlier = earlier_name(own_texts) if origin.name == "base" else f"{origin.name}__{earlier_name(own_texts)}"
-    return existing(origin.parent / name, origin.parent / earlier)
+    return existing(*(origin.parent / name for name in (*names, earlier)))
+
+
+def _overlap(name: str, key: str) -> bool:
+    """Return whether a key or group of an override is a key of the configuration, is inside it, or contains it."""
+    name, key = f"{name.replace('/', '.')}.", f"{key}."
+    return name.startswith(key) or key.startswith(name)
 
 
 def _changes(saved: Config, config: Config) -> dict[str, str]:

@@ -177,6 +177,12 @@ def test_the_name_of_a_derived_run_begins_with_that_of_its_origin() -> None:
     assert from_run("seed=3", run="runs/vanilla-tiny-seed2-lr0.2").output_dir == "runs/vanilla-tiny-seed3-lr0.2"
     again = from_run("optimizer.lr=0.3", run="runs/vanilla-tiny-seed2-lr0.2").output_dir
     assert again == "runs/vanilla-tiny-seed2-lr0.3"
+    same = from_run("seed=3", "optimizer.lr=2e-1", "optimizer=adamw", run="runs/vanilla-tiny-seed2-lr0.2").output_dir
+    assert same == "runs/vanilla-tiny-seed3-lr0.2"
+    save("runs/fast", "optimizer.lr=0.5")
+    assert from_run("seed=3", "optimizer.lr=0.5", run="runs/fast").output_dir == "runs/fast-seed3"
+    Path("runs/fast-seed3-lr0.5").mkdir()
+    assert from_run("seed=3", "optimizer.lr=0.5", run="runs/fast").output_dir == "runs/fast-seed3-lr0.5"
     Path("runs/mine__seed-2").mkdir()
     assert from_run("seed=2", run="runs/mine").output_dir == "runs/mine__seed-2"
 
