@@ -14,6 +14,13 @@ ITEM = re.compile(r"( *)([-*]|\d+\.) +")
 FENCE = re.compile(r" *(```|~~~)")
 # `$$formula$$` is a block, and `$formula$` is part of a line
 FORMULA = re.compile(r'<(div|span) class="arithmatex">\\[\[(](.*?)\\[\])]</\1>', re.DOTALL)
+# latex2mathml makes a prime an exponent, although fonts draw it small and raised already
+PRIME = re.compile(r"<msup>(<mi>[^<]*</mi>)(<mi>&#x02032;</mi>)</msup>")
+CELL = re.compile(r'<td((?: style="[^"]*")?>(.*?)</td>)', re.DOTALL)
+CODE = re.compile(r"<code>.+?</code>", re.DOTALL)
+# a flag of a command, not a part of a word, a path or a tag
+FLAG = re.compile(r"(?<![\w/<!-])--?[a-z][\w-]*")
+NAME_IN_HEADING = re.compile(r'(?:<h\d[^>]*><code|<span class="doc doc-object-name[^>]*)>[^<]+')
 # a line `name: meaning` or `a, b: meaning` of a docstring
 MEANING = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (.+)")
 
@@ -77,15 +84,27 @@ def is_open(lines: list[str]) -> bool:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Replace formulas by MathML, which browsers render by themselves."""
-    return FORMULA.sub(lambda match: mathml(html.unescape(match[2]).strip(), match[1] == "div"), content)
+    """Replace formulas by MathML, which browsers render by themselves, and say where a narrow screen breaks lines.
+
+    Cells of more than 20 characters are of the class `long`, flags of the class `flag`. A picture links to its file.
+    """
+    content = FORMULA.sub(lambda match: mathml(html.unescape(match[2]).strip(), match[1] == "div"), content)
+    content = CELL.sub(lambda match: f'<td class="long"{match[1]}' if is_long(match[2]) else match[0], content)
+    content = NAME_IN_HEADING.sub(lambda match: re.sub(r"(?<=\w)([./=_])(?=\w)", r"\1<wbr>", match[0]), content)
+    content = CODE.sub(lambda match: FLAG.sub(r'<span class="flag">\g<0></span>', match[0]), content)
+    return re.sub(r'<img [^>]*src="([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', content)
+
+
+def is_long(cell: str) -> bool:
+    return len(html.unescape(re.sub("<[^>]+>", "", cell)).strip()) > 20
 
 
 def mathml(tex: str, is_block: bool) -> str:
     """Return a formula as MathML. A narrow screen breaks the line of a block at each \\qquad."""
     if not is_block:
-        return str(convert(tex, display="inline"))
-    parts = "".join(f"<div>{convert(part, display='block')}</div>" for part in tex.split(r"\qquad"))
+        return PRIME.sub(r"\1\2", convert(tex, display="inline"))
+    formulas = (PRIME.sub(r"\1\2", convert(part, display="block")) for part in tex.split(r"\qquad"))
+    parts = "".join(f"<div>{formula}</div>" for formula in formulas)
     return f'<div class="formula">{parts}</div>'
 
 

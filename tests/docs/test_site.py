@@ -83,3 +83,19 @@ def test_blocks_of_code_inside_of_lists_stay_inside(site: Path) -> None:
     page = (site / "contributing/index.html").read_text()
     (numbered,) = re.findall(r"<ol>.*?</ol>", page, re.DOTALL)
     assert numbered.count("<pre") == 3
+
+
+def test_narrow_screens_break_lines_between_words(site: Path) -> None:
+    page = (site / "data/index.html").read_text()
+    assert '<code><span class="flag">--verify</span></code>' in page
+    # also in blocks, and in cells of tables, of which the long ones are as wide as text
+    assert '<span class="flag">--local-dir</span>' in page
+    assert '<td class="long">none: the running Python</td>' in page
+    assert "depthlm.<wbr>ops.<wbr>dca" in (site / "reference/operators/index.html").read_text()
+
+
+def test_pictures_lead_to_their_files_and_primes_are_no_exponents(site: Path) -> None:
+    assert '<a href="../images/inspect_blocks.png"><img' in (site / "evaluation/index.html").read_text()
+    page = (site / "mechanisms/index.html").read_text()
+    assert "<mi>k</mi><mi>&#x02032;</mi>" in page
+    assert "<mi>&#x02032;</mi></msup>" not in page
