@@ -44,13 +44,14 @@ class Overhead:
 
     flops_per_token: of one forward pass. io_bytes_per_token: activations read and written, in 16 bits. prefill_bytes:
     memory in addition to the KV cache while 128K tokens are prefilled, in 16 bits. As in that table, the read before
-    the final norm does not count.
+    the final norm does not count. cache_bytes_per_token: of the KV cache in 16 bits, less where layers share it.
     """
 
     parameters: int
     flops_per_token: int
     io_bytes_per_token: int
     prefill_bytes: int
+    cache_bytes_per_token: int
 
 
 def print_summary(config: Config, gpus: int, as_json: bool) -> None:
@@ -220,12 +221,14 @@ def overhead(model: Decoder) -> Overhead:
         vanilla = Decoder(model.size, model.backbone, Residual, SelfAttention, model.loops)
     attentions = [layer.attention for layer in model.layers]
     reads = list(model.connections)[:-1]
-    flops = values = 0.0
+    flops = values = cached = 0.0
     for attention, vanilla_layer in zip(attentions, vanilla.layers, strict=True):
         # terms in the length cancel in the difference from vanilla
         extra = attention.forward_flops(1, False) - vanilla_layer.attention.forward_flops(1, False)
         flops += model.loops * (linear_flops(attention) - linear_flops(vanilla_layer.attention) + extra)
         values += model.loops * attention.io_values()
+        if isinstance(attention, SelfAttention) and isinstance(vanilla_layer.attention, SelfAttention):
+            cached += model.loops * (attention.cache_values() - vanilla_layer.attention.cache_values())
     for connection in reads:
         flops += linear_flops(connection) + connection.cost.flops
         values += connection.cost.io_values
@@ -235,6 +238,7 @@ def overhead(model: Decoder) -> Overhead:
         flops_per_token=round(flops),
         io_bytes_per_token=round(BYTES_PER_VALUE * values),
         prefill_bytes=round(PREFILL_TOKENS * BYTES_PER_VALUE * retained),
+        cache_bytes_per_token=round(BYTES_PER_VALUE * cached),
     )
 
 
@@ -268,6 +272,7 @@ def overhead_texts(cost: dict[str, int]) -> dict[str, str]:
         "FLOPs/token": f"{cost['flops_per_token']:.2e}",
         "I/O/token": _bytes_text(cost["io_bytes_per_token"]),
         "128K prefill": f"{cost['prefill_bytes'] / 2**30:.1f} GiB",
+        "KV cache/token": _bytes_text(cost["cache_bytes_per_token"]) if cost["cache_bytes_per_token"] else "0",
     }
 
 
@@ -280,6 +285,8 @@ def _sizes(largest_sizes: dict[str, int | None]) -> list[str]:
 
 
 def _bytes_text(count: float) -> str:
+    if count < 0:
+        return f"-{_bytes_text(-count)}"
     if count < 2**20:
         return f"{count / 2**10:.0f} KiB"
     # round halves up, as the papers do

@@ -8,10 +8,15 @@ on, the newest source is the running sum of that block.
 
     [b_0, ..., b_{n-1}, running sum] --attention over depth--> h -> sublayer -> output --(+)--> running sum
                                                                                   or new block: [..., b_n, output]
+
+Inkling 2 ships with a form of it, which the settings below give: h = sum_j alpha_j n_j, n_j = b_j / rms(b_j),
+alpha = softmax_j(w . n_j / sqrt(D)), with a query for each of q, k and v in some layers.
+
+Shapes: s reads, n sources, b batch, t tokens, d hidden size.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +24,23 @@ from torch import Tensor, nn
 from depthlm.model.connection import Connection, Cost, Inputs
 from depthlm.model.figures import Figure
 from depthlm.model.read_ahead import Partial, ReadAhead
-from depthlm.model.settings import at_least, boolean, check, one_of
+from depthlm.model.settings import at_least, boolean, check, one_of, shown
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.attention_residuals.naive import depth_attend
 from depthlm.ops.depth_reduce import source_scores, weighted_sum
+from depthlm.ops.dtypes import upcast
+from depthlm.ops.functions import rms_norm
 
 
 class State(NamedTuple):
     """blocks: all sources; within a block, the last one is its running sum.
 
-    ahead: for each later read of the phase, out_btd, query_d and lse_bt over the sources fixed when the phase began.
+    normed: with values=normed, RMS(b_j) of every source. ahead: for each later read of the phase, out_sbtd, query_sd
+    and lse_sbt over the sources fixed when the phase began, with s = 3 if q, k and v read apart.
     """
 
     blocks: tuple[Tensor, ...]
+    normed: tuple[Tensor, ...] = ()
     ahead: tuple[Partial, ...] = ()
 
 
@@ -42,7 +51,12 @@ class AttentionResiduals(Connection):
     query: static: a parameter; input_dependent: a projection of the newest source.
     mixing: softmax of the scores; sigmoid of each score; or scalars: a softmax of one parameter per source, without
         query and key norm.
-    key_norm: whether the scores use RMSNorm(b_j) instead of b_j.
+    key_norm: True: the scores use RMSNorm(b_j) instead of b_j; "plain": an RMSNorm without a weight.
+    values: raw: the sum is over b_j; normed: over b_j / rms(b_j), except in the first sublayer, which reads the
+        embedding as it is and has no parameters.
+    scale: whether the scores are divided by sqrt(D).
+    separate_qkv: attentions whose q, k and v have a query, and so an input, of their own: None: none, k: those of every
+        k-th layer, or a list of layers.
     """
 
     colour = "#D55E00"
@@ -55,34 +69,55 @@ class AttentionResiduals(Connection):
         block_size: int | None = None,
         query: str = "static",
         mixing: str = "softmax",
-        key_norm: bool = True,
+        key_norm: bool | str = True,
+        values: str = "raw",
+        scale: bool = False,
+        separate_qkv: int | Sequence[int] | None = None,
     ):
         super().__init__(spec, size, backbone)
         check(
             at_least(1, block_size=block_size, optional=True),
             one_of(("static", "input_dependent"), query=query),
             one_of(("softmax", "sigmoid", "scalars"), mixing=mixing),
-            boolean(key_norm=key_norm),
+            [] if key_norm == "plain" else boolean(key_norm=key_norm),
+            one_of(("raw", "normed"), values=values),
+            boolean(scale=scale),
+            problems_of_layers(spec.num_layers, separate_qkv),
         )
+        is_static = query == "static" and mixing == "softmax"
+        if separate_qkv is not None and not is_static:
+            raise ValueError(f"separate_qkv={shown(separate_qkv)}: needs query=static and mixing=softmax")
+        if values == "normed" and (key_norm is False or mixing == "scalars"):
+            raise ValueError("values=normed: the scores are those of normalized sources, so key_norm must not be false")
         self.block_size = block_size or default_block_size(spec)
         self.mixing = mixing
-        # None if the keys are not normalized
-        self.eps = backbone.norm_eps if key_norm else None
+        self.norm_eps = backbone.norm_eps
+        self.normed = values == "normed"
+        # None if the operator does not normalize the keys
+        self.eps = backbone.norm_eps if key_norm and not self.normed else None
+        self.factor = size.hidden_size**-0.5 if scale else 1.0
         self.num_sources = 1 + -(-spec.sublayer // self.block_size)
         self.begins_block = spec.sublayer % self.block_size == 0
-        self.cost = read_cost(size, self.num_sources, scored=mixing != "scalars")
-        if query == "static" and mixing == "softmax":
+        self.num_inputs = 3 if spec.kind == "attention" and reads_apart(spec.layer, separate_qkv) else 1
+        if self.normed and spec.sublayer == 0:
+            return
+        passes = 1 if mixing == "scalars" else 2
+        self.cost = read_cost(size, self.num_sources, passes, self.num_inputs, self.normed)
+        if is_static:
             # the running sum still changes, so it cannot be read ahead
             self.read_ahead = ReadAhead(self, begin, self.extend, self.num_sources - (not self.begins_block))
         if mixing == "scalars":
             self.scores = nn.Parameter(torch.empty(self.num_sources))
             return
+        shape = (3, size.hidden_size) if self.num_inputs == 3 else (size.hidden_size,)
         if query == "static":
-            self.query = nn.Parameter(torch.empty(size.hidden_size))
+            self.query = nn.Parameter(torch.empty(shape))
+            self.optimizer_settings = {"query": {"weight_decay": 0.0}}
         else:
             self.query_proj = Projection(size.hidden_size, size.hidden_size, bias=False)
-        if key_norm:
-            self.key_norm = nn.Parameter(torch.empty(size.hidden_size))
+        if key_norm is True:
+            self.key_norm = nn.Parameter(torch.empty(shape))
+            self.optimizer_settings = getattr(self, "optimizer_settings", {}) | {"key_norm": {"weight_decay": 0.0}}
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         # a zero query gives equal weights: h is initially the mean of the sources, as in the paper; with sigmoid, half
@@ -90,37 +125,63 @@ class AttentionResiduals(Connection):
         tensor.fill_(1.0 if name == "key_norm" else 0.0)
 
     def open(self, embedding_btd: Tensor) -> State:
-        return State((embedding_btd,))
+        return State((embedding_btd,), (rms_norm(embedding_btd, None, self.norm_eps),) if self.normed else ())
 
-    def read(self, state: State, weights: Tensor | None = None) -> tuple[Inputs, tuple[Partial, ...]]:
+    def read(self, state: State, weights: Any = None) -> tuple[Inputs, tuple[Partial, ...]]:
+        if self.normed and self.spec.sublayer == 0:
+            return state.blocks * self.num_inputs, ()
         if weights is None and self.read_ahead is not None:
-            h_btd, ahead = self.read_ahead.read(state.blocks, state.ahead)
-            return (h_btd,), ahead
-        alpha = self.weights(state) if weights is None else weights
-        return (weighted_sum(alpha, state.blocks),), ()
+            h_sbtd, ahead = self.read_ahead.read(state.normed or state.blocks, state.ahead)
+            return h_sbtd.unbind(), ahead
+        alphas = self.weights(state) if weights is None else weights
+        return tuple(weighted_sum(alpha, state.blocks) for alpha in alphas), ()
 
-    def weights(self, state: State) -> Tensor:
-        """Return alpha_nbt of the sources, or alpha_n for scalars."""
+    def weights(self, state: State) -> list[Tensor]:
+        """Return, for each input, the weights of b_j: alpha_nbt or alpha_n, with values=normed divided by rms(b_j)."""
+        alphas = self.alphas(state)
+        if not self.normed or self.spec.sublayer == 0:
+            return alphas
+        squares_nbt = torch.stack([upcast(b_btd).square().mean(-1) for b_btd in state.blocks])
+        return [alpha_nbt * (squares_nbt + self.norm_eps).rsqrt() for alpha_nbt in alphas]
+
+    def alphas(self, state: State) -> list[Tensor]:
+        """Return, for each input, alpha_nbt of the sources, or alpha_n for scalars."""
+        if self.normed and self.spec.sublayer == 0:
+            return [state.blocks[0].new_ones(1)] * self.num_inputs
         if self.mixing == "scalars":
-            return self.scores.softmax(0)
-        w = self.query_proj(state.blocks[-1]) if hasattr(self, "query_proj") else self.query
-        score_nbt = source_scores(w * self.key_norm if self.eps is not None else w, state.blocks, self.eps)
-        return score_nbt.softmax(0) if self.mixing == "softmax" else score_nbt.sigmoid()
+            return [self.scores.softmax(0)]
+        newest = state.blocks[-1]
+        queries = [self.query_proj(newest) * self.factor] if hasattr(self, "query_proj") else self.queries()
+        if hasattr(self, "query_proj") and hasattr(self, "key_norm"):
+            queries = [queries[0] * self.key_norm]
+        scores = [source_scores(w, state.normed or state.blocks, self.eps) for w in queries]
+        return [score.softmax(0) if self.mixing == "softmax" else score.sigmoid() for score in scores]
+
+    def queries(self) -> Tensor:
+        """Return query_sd, with the weight of the key norm: the score is its product with x / rms(x)."""
+        query_sd = self.query.view(self.num_inputs, -1)
+        if hasattr(self, "key_norm"):
+            query_sd = query_sd * self.key_norm.view(self.num_inputs, -1)
+        return query_sd * self.factor if self.factor != 1 else query_sd
 
     def extend(self, partial: Partial, recent: Sequence[Tensor]) -> Tensor:
         return add_sources(partial, recent, self.eps)
 
     def write(self, state: State, output_btd: Tensor, carry: tuple[Partial, ...]) -> State:
-        if self.begins_block:
-            return State((*state.blocks, output_btd), carry)
-        *blocks, running_sum = state.blocks
         # in the embedding's dtype, like a residual stream
-        return State((*blocks, running_sum.to(state.blocks[0].dtype) + output_btd), carry)
+        kept = len(state.blocks) - (not self.begins_block)
+        newest = output_btd if self.begins_block else state.blocks[-1].to(state.blocks[0].dtype) + output_btd
+        normed = (*state.normed[:kept], rms_norm(newest, None, self.norm_eps)) if self.normed else ()
+        return State((*state.blocks[:kept], newest), normed, carry)
 
     def figures(self, state: State) -> list[Figure]:
         size = self.block_size
         sources = "then sublayer outputs" if size == 1 else f"then blocks of {size} sublayers"
-        return [figure(self.weights(state), sources)]
+        alphas = self.alphas(state)
+        if self.num_inputs == 1:
+            return [figure(alphas[0], sources)]
+        drawn = figure(torch.stack(alphas), sources)
+        return [drawn._replace(axes=("panel", "source", "batch", "token"), panels=("q", "k", "v"))]
 
 
 class Projection(nn.Linear):
@@ -135,30 +196,47 @@ def default_block_size(spec: SublayerSpec) -> int:
     return -(-2 * spec.num_layers // 8)
 
 
-def begin(readers: Sequence[AttentionResiduals], sources: Sequence[Tensor]) -> list[Partial]:
-    """Return out_btd, query_d and lse_bt of each reader over the sources."""
-    query_sd = torch.stack([c.query for c in readers])
-    if readers[0].eps is not None:
-        # the score is the product of query times weight of the key norm with x / rms(x)
-        query_sd = query_sd * torch.stack([c.key_norm for c in readers])
-    out_spd, lse_sp = depth_attend(query_sd, sources, readers[0].eps)
-    return list(zip(out_spd, query_sd, lse_sp, strict=True))
+def problems_of_layers(num_layers: int, separate_qkv: Any) -> list[str]:
+    """Report a setting `separate_qkv` that is neither None, nor a period, nor a list of layers."""
+    if isinstance(separate_qkv, Sequence) and not isinstance(separate_qkv, str):
+        if all(type(layer) is int and 0 <= layer < num_layers for layer in separate_qkv):
+            return []
+        return [f"separate_qkv={shown(list(separate_qkv))}: the layers must be from 0 to {num_layers - 1}"]
+    problems = at_least(1, separate_qkv=separate_qkv, optional=True)
+    return [f"{problem}, or a list of layers" for problem in problems]
+
+
+def reads_apart(layer: int, separate_qkv: int | Sequence[int] | None) -> bool:
+    """Return whether q, k and v of a layer have inputs of their own."""
+    if separate_qkv is None:
+        return False
+    return (layer + 1) % separate_qkv == 0 if isinstance(separate_qkv, int) else layer in separate_qkv
+
+
+def begin(readers: Sequence[Any], sources: Sequence[Tensor]) -> list[Partial]:
+    """Return out_sbtd, query_sd and lse_sbt of each reader over the sources."""
+    query_sd = torch.cat([c.queries() for c in readers])
+    counts = [c.num_inputs for c in readers]
+    partials = zip(
+        *(x.split(counts) for x in (*depth_attend(query_sd, sources, readers[0].eps), query_sd)), strict=True
+    )
+    return [(out_sbtd, query_sd, lse_sbt) for out_sbtd, lse_sbt, query_sd in partials]
 
 
 def add_sources(partial: Partial, recent: Sequence[Tensor], eps: float | None, bias_n: Tensor | None = None) -> Tensor:
-    """Return h_btd over the sources of a partial result and the recent ones. bias_n: added to their scores."""
-    out_btd, query_d, lse_bt = partial
-    return depth_attend(query_d[None], recent, eps, bias_n, (out_btd[None], lse_bt[None]))[0].squeeze(0)
+    """Return h_sbtd over the sources of a partial result and the recent ones. bias_n: added to their scores."""
+    out_sbtd, query_sd, lse_sbt = partial
+    return depth_attend(query_sd, recent, eps, bias_n, (out_sbtd, lse_sbt))[0]
 
 
-def read_cost(size: Size, num_sources: int, scored: bool = True) -> Cost:
+def read_cost(size: Size, num_sources: int, passes: int = 2, num_reads: int = 1, normed: bool = False) -> Cost:
     """Return the cost of a score and a weighted addition per source (Depth-Attention, arXiv 2606.05014, appendix B.4).
 
     Sources are read for the scores and for the sum, and the sum is written. As in that appendix, the loads that reading
-    ahead saves do not count.
+    ahead saves do not count. normed: one more source is normalized: read, and written.
     """
-    passes = 2 if scored else 1
-    return Cost(2.0 * passes * num_sources * size.hidden_size, float(size.hidden_size * (passes * num_sources + 1)))
+    values = num_reads * (passes * num_sources + 1) + (2 if normed else 0)
+    return Cost(2.0 * num_reads * passes * num_sources * size.hidden_size, float(size.hidden_size * values))
 
 
 def figure(alpha: Tensor, sources: str) -> Figure:

@@ -76,13 +76,17 @@ class AttentionResidualsRecency(Connection):
         if weights is not None:
             return (weighted_sum(weights, state.sources),), ()
         assert self.read_ahead is not None
-        h_btd, ahead = self.read_ahead.read(state.sources, state.ahead)
-        return (h_btd,), ahead
+        h_sbtd, ahead = self.read_ahead.read(state.sources, state.ahead)
+        return h_sbtd.unbind(), ahead
 
     def weights(self, state: State) -> Tensor:
         """Return alpha_nbt of the sources."""
         *blocks_nbt, newest_bt = source_scores(self.query * self.key_norm, state.sources, self.eps)
         return torch.stack([*blocks_nbt, newest_bt + self.recency]).softmax(0)
+
+    def queries(self) -> Tensor:
+        """Return the only query as query_sd, with the weight of the key norm."""
+        return (self.query * self.key_norm)[None]
 
     def extend(self, partial: Partial, recent: Sequence[Tensor]) -> Tensor:
         bias_n = torch.cat([self.recency.new_zeros(len(recent) - 1), self.recency])

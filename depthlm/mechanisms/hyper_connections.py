@@ -11,7 +11,7 @@ of each stream, without a weight. X_btnd are n streams of width D, which start a
 Shapes: b batch, t tokens, n streams (i new, j old), d hidden size.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ class Carry(NamedTuple):
 
     streams: Tensor
     post_btn: Tensor
-    res_btij: Tensor
+    res_btij: Tensor | None
 
 
 class HyperConnections(Connection):
@@ -98,10 +98,10 @@ class HyperConnections(Connection):
     def read(self, state: State, weights: Maps | None = None) -> tuple[Inputs, Carry]:
         if weights is not None:
             return read_with(weights, state)
-        input_btd, *carry = hyper_post_pre(
+        input_btd, streams_btnd, post_btn, res_btij = hyper_post_pre(
             state.streams, state.pending, *self.parts(), self.eps, rebuilds(self, state.streams)
         )
-        return (input_btd,), Carry(*carry)
+        return (input_btd,), Carry(streams_btnd, post_btn, res_btij)
 
     def weights(self, state: State) -> Maps | None:
         return None if self.spec.kind == "final" else hyper_maps(state.written(), *self.parts(), self.eps)
@@ -120,6 +120,11 @@ class HyperConnections(Connection):
     def figures(self, state: State) -> list[Figure]:
         return map_figures(self.weights(state))
 
+    def diagnostics(self, state: State, memory: dict[str, Any]) -> dict[str, Tensor]:
+        if self.spec.kind == "final":
+            return final_diagnostics("hyper_connections", self.collapse.stream_weights(state.written()), memory)
+        return stream_diagnostics("hyper_connections", hyper_maps(state.written(), *self.parts(), self.eps), memory)
+
 
 class Collapse(nn.Module):
     """Reduces the streams to one hidden state: x_btnd -> x_btd."""
@@ -131,11 +136,17 @@ class Collapse(nn.Module):
             self.weights = nn.Parameter(torch.empty(num_streams))
             self.fp32_parameters = ("weights",)
 
-    def forward(self, x_btnd: Tensor) -> Tensor:
+    def forward(self, x_btnd: Tensor, weights: None = None) -> Tensor:
         if self.kind == "learned":
-            b, t, n, _ = x_btnd.shape
-            return read_streams(self.weights.softmax(0).expand(b, t, n), x_btnd)
+            return read_streams(self.stream_weights(x_btnd), x_btnd)
         return x_btnd.sum(2) if self.kind == "sum" else x_btnd.mean(2)
+
+    def stream_weights(self, x_btnd: Tensor) -> Tensor:
+        """Return the weight of each stream, w_btn."""
+        b, t, n, _ = x_btnd.shape
+        if self.kind == "learned":
+            return self.weights.softmax(0).expand(b, t, n)
+        return x_btnd.new_full((b, t, n), 1.0 if self.kind == "sum" else 1 / n)
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         tensor.zero_()
@@ -161,15 +172,16 @@ def rebuilds(connection: Connection, streams_btnd: Tensor) -> bool:
     return connection.is_linked and streams_btnd.is_cuda
 
 
-def stream_cost(n: int, d: int, maps_flops: float) -> Cost:
+def stream_cost(n: int, d: int, maps_flops: float, mixes: bool = True) -> Cost:
     """Return the cost of H_pre X, H_res X and H_post^T y, and of the maps, without Sinkhorn-Knopp.
 
     Values, if each of them runs alone: the maps read X (n D); H_pre X reads X and writes the input (n + 1); H_res X
     reads and writes n streams (2 n); the write of y reads it and n streams, and writes n streams (2 n + 1). These
     are 6 n + 2, less the 3 of a residual connection. With n = 4 this gives the total of Depth-Attention (appendix
-    B.5), which has no breakdown.
+    B.5), which has no breakdown. mixes: whether H_res is not the identity.
     """
-    return Cost(2.0 * d * (2 * n + n * n) + maps_flops, float(d * (6 * n + 2 - 3)))
+    flops = 2.0 * d * (2 * n + (n * n if mixes else 0)) + maps_flops
+    return Cost(flops, float(d * ((6 if mixes else 4) * n + 2 - 3)))
 
 
 def map_figures(maps: Maps | None) -> list[Figure]:
@@ -177,8 +189,54 @@ def map_figures(maps: Maps | None) -> list[Figure]:
     if maps is None:
         return []
     stream = ("stream", "batch", "token")
-    return [
-        Figure("res", maps.res_btij.permute(2, 3, 0, 1), ("stream", *stream), "mixing maps H_res"),
+    figures = [
         Figure("pre", maps.pre_btn.movedim(-1, 0), stream, "H_pre: what a sublayer reads"),
         Figure("post", maps.post_btn.movedim(-1, 0), stream, "H_post: where the output of a sublayer goes"),
     ]
+    if maps.res_btij is None:
+        return figures
+    distances = torch.stack(distances_of(maps.res_btij))
+    panels = "from the identity", "from 1/n"
+    return [
+        Figure("res", maps.res_btij.permute(2, 3, 0, 1), ("stream", *stream), "mixing maps H_res"),
+        *figures,
+        Figure(
+            "distance", distances, ("panel", "batch", "token"), "the distance of H_res, Frobenius norm", panels=panels
+        ),
+    ]
+
+
+def distances_of(res_btij: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the Frobenius norms of H_res - 1 and of H_res - 1/n, each x_bt."""
+    identity = torch.eye(res_btij.shape[-1]).to(res_btij)
+    return (res_btij - identity).norm(dim=(-2, -1)), (res_btij - 1 / len(identity)).norm(dim=(-2, -1))
+
+
+def stream_diagnostics(name: str, maps: Maps, memory: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the mean distances of H_res from the identity and from 1/n over the tokens.
+
+    memory: gets "product", the product of all H_res, and "weights_btnj", the weight of each output j in each stream,
+    the embedding first.
+    """
+    ones_btn1 = torch.ones_like(maps.post_btn)[..., None]
+    weights = memory.get("weights_btnj", ones_btn1)
+    product = memory.get("product", torch.diag_embed(ones_btn1[..., 0]))
+    found = {}
+    if maps.res_btij is not None:
+        weights, product = maps.res_btij @ weights, maps.res_btij @ product
+        from_identity, from_mean = distances_of(maps.res_btij)
+        found = {f"{name}_res_from_identity": from_identity.mean(), f"{name}_res_from_uniform": from_mean.mean()}
+    memory["weights_btnj"], memory["product"] = torch.cat([weights, maps.post_btn[..., None]], -1), product
+    return found
+
+
+def final_diagnostics(name: str, pre_btn: Tensor, memory: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the gain of the product of all H_res, its largest absolute row sum, and the share of the embedding.
+
+    The share is the weight of the embedding in the final read over the absolute weights of all outputs. Both are means
+    over the tokens. pre_btn: the weights of the streams in the final read.
+    """
+    share_btj = (pre_btn[..., None, :] @ memory["weights_btnj"])[..., 0, :].abs()
+    gain_bt = memory["product"].abs().sum(-1).amax(-1)
+    share_bt = share_btj[..., 0] / share_btj.sum(-1)
+    return {f"{name}_gain": gain_bt.mean(), f"{name}_embedding_share": share_bt.mean()}

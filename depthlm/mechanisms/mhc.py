@@ -11,10 +11,15 @@ X_btnd are n streams of width D, as in hyper_connections, which start as copies 
              +-> H_pre X -> sublayer f -> H_post^T -(+)-> X_btnd
              `-> H_res X ----------------------------'
 
+Models ship with forms of it: DeepSeek-V4 and GLM-5 without a weight of the norm, with an epsilon in the maps, Hunyuan
+V4 with the identity as H_res. The settings below give each of them.
+
 Shapes: b batch, t tokens, n streams (i new, j old), d hidden size.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,28 +30,42 @@ from depthlm.mechanisms.hyper_connections import (
     Collapse,
     State,
     copies,
+    final_diagnostics,
     map_figures,
     read_with,
     rebuilds,
     stream_cost,
+    stream_diagnostics,
 )
-from depthlm.model.connection import Connection, Inputs
+from depthlm.model.connection import Connection, Cost, Inputs
 from depthlm.model.figures import Figure
-from depthlm.model.settings import at_least, check, one_of
+from depthlm.model.settings import at_least, boolean, check, number, one_of
 from depthlm.model.shape import Backbone, Size, SublayerSpec
-from depthlm.ops.mhc.cpu import Maps, Parameters, Pending, mhc_maps
+from depthlm.ops.mhc.cpu import Form, Maps, Parameters, Pending, mhc_maps, normed_projection, read_streams
 from depthlm.ops.mhc.naive import mhc_post_pre
+
+START_OF_ALPHA = {"vanilla": 0.01, "zero": 1.0}
 
 
 class ManifoldHyperConnections(Connection):
-    """Hyper-connections whose H_res is nearly doubly stochastic.
+    """Hyper-connections whose H_res is nearly doubly stochastic, or the identity.
 
-    They are initially nearly vanilla: alpha = 0.01 leaves the maps nearly constant, the streams are equal, and every
-    output is added to each of them with weight 1.
+    With start=vanilla they are initially nearly vanilla: alpha = 0.01 leaves the maps nearly constant, the streams are
+    equal, and every output is added to each of them with weight 1.
 
     num_streams: n.
     iterations: the number of Sinkhorn-Knopp iterations.
-    collapse: as in HyperConnections.
+    residual: sinkhorn, or identity: H_res is the identity, and phi has 2n rows.
+    norm: weighted, or plain: an RMSNorm without a weight.
+    post_scale: the factor of the sigmoid of H_post.
+    pre_eps, post_eps: added to H_pre and H_post. res_eps: added to H_res after the first normalization of its columns,
+        and to all later sums.
+    start: vanilla: alpha = 0.01, and the biases give H_pre = 1/n, H_post = post_scale / 2, and H_res 0.99 on its
+        diagonal; zero: alpha = 1, and the biases are zero.
+    collapse: as in HyperConnections, or gated: sum_i (sigmoid(m) + pre_eps)_i X_i, with m as above, of its own
+        parameters.
+    lagged: whether the maps are those of the streams before the newest write, except in the first sublayer. Reported of
+        DeepSeek-V4.1, not verified.
     """
 
     colour = "#CC79A7"
@@ -59,76 +78,142 @@ class ManifoldHyperConnections(Connection):
         num_streams: int = 4,
         iterations: int = 20,
         collapse: str = "mean",
+        residual: str = "sinkhorn",
+        norm: str = "weighted",
+        post_scale: float = 2.0,
+        pre_eps: float = 0.0,
+        post_eps: float = 0.0,
+        res_eps: float = 0.0,
+        start: str = "vanilla",
+        lagged: bool = False,
     ):
         super().__init__(spec, size, backbone)
-        check(at_least(1, num_streams=num_streams, iterations=iterations), one_of(COLLAPSES, collapse=collapse))
+        check(
+            at_least(1, num_streams=num_streams, iterations=iterations),
+            one_of((*COLLAPSES, "gated"), collapse=collapse),
+            one_of(("sinkhorn", "identity"), residual=residual),
+            one_of(("weighted", "plain"), norm=norm),
+            number(0.0, post_scale=post_scale, pre_eps=pre_eps, post_eps=post_eps, res_eps=res_eps),
+            one_of(("vanilla", "zero"), start=start),
+            boolean(lagged=lagged),
+        )
         self.num_streams = num_streams
         self.iterations = iterations
         self.eps = backbone.norm_eps
+        self.form = Form(post_scale, pre_eps, post_eps, res_eps)
+        self.lagged = lagged
         n, d = num_streams, size.hidden_size
         if spec.kind == "final":
-            self.collapse = Collapse(n, collapse)
+            gated = collapse == "gated"
+            self.collapse = GatedCollapse(n, d, start, self.eps, pre_eps) if gated else Collapse(n, collapse)
+            # the scores read X, and the sum reads it and writes the input, where a mean reads X once
+            self.cost = Cost(4.0 * n * d + 2.0 * n * n * d, float(n * d)) if gated else self.cost
             return
-        self.widths = (n, n, n * n)
-        self.norm = nn.Parameter(torch.empty(n * d))
+        self.start = start
+        self.widths = (n, n, n * n)[: 2 if residual == "identity" else 3]
+        if norm == "weighted":
+            self.norm = nn.Parameter(torch.empty(n * d))
         self.phi = nn.Parameter(torch.empty(sum(self.widths), n * d))
-        self.alpha = nn.Parameter(torch.empty(3))
+        self.alpha = nn.Parameter(torch.empty(len(self.widths)))
         self.bias = nn.Parameter(torch.empty(sum(self.widths)))
         self.fp32_parameters = tuple(self._parameters)
-        self.cost = stream_cost(n, d, maps_flops=2.0 * n * d * (n * n + 2 * n))
+        self.cost = stream_cost(n, d, 2.0 * n * d * sum(self.widths), mixes=residual == "sinkhorn")
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         if name == "phi":
             tensor.normal_(0, std, generator=generator)
-        elif name == "bias":
-            pre, _, res = tensor.split(self.widths)
+        elif name != "bias":
+            tensor.fill_(1.0 if name == "norm" else START_OF_ALPHA[self.start])
+        elif self.start == "vanilla":
+            pre, _, *res = tensor.split(self.widths)
             n = self.num_streams
-            # H_pre = 1/n, H_post = 1 (its bias is 0), H_res = 0.99 on the diagonal; with one stream, H_pre = 1/2
+            # the bias of H_post is 0; with one stream, H_pre = 1/2
             if n > 1:
                 pre.fill_(-math.log(n - 1))
-                res.fill_(math.log(0.01 / (n - 1)))
-                res.view(n, n).fill_diagonal_(math.log(0.99))
-        else:
-            tensor.fill_(1.0 if name == "norm" else 0.01)
+            if n > 1 and res:
+                res[0].fill_(math.log(0.01 / (n - 1)))
+                res[0].view(n, n).fill_diagonal_(math.log(0.99))
 
     def open(self, embedding_btd: Tensor) -> State:
         return State(copies(embedding_btd, self.num_streams))
 
-    def read(self, state: State, weights: Maps | None = None) -> tuple[Inputs, Carry]:
-        if weights is not None:
+    def read(self, state: State, weights: Maps | Tensor | None = None) -> tuple[Inputs, Carry | None]:
+        if self.spec.kind == "final":
+            return (self.collapse(state.written(), weights),), None
+        if self.lagged and weights is None:
+            weights = self.maps(state)
+        if isinstance(weights, Maps):
             return read_with(weights, state)
-        input_btd, *carry = mhc_post_pre(
+        input_btd, streams_btnd, post_btn, res_btij = mhc_post_pre(
             state.streams,
             state.pending,
             self.map_parameters(),
             self.eps,
             self.iterations,
             rebuilds(self, state.streams),
+            self.form,
         )
-        return (input_btd,), Carry(*carry)
+        return (input_btd,), Carry(streams_btnd, post_btn, res_btij)
 
-    def weights(self, state: State) -> Maps | None:
+    def weights(self, state: State) -> Maps | Tensor | None:
         if self.spec.kind == "final":
-            return None
-        return mhc_maps(state.written(), self.map_parameters(), self.eps, self.iterations)
+            # the weights of the others are constants
+            return self.collapse.stream_weights(state.written()) if isinstance(self.collapse, GatedCollapse) else None
+        return self.maps(state)
+
+    def maps(self, state: State) -> Maps:
+        """Return the maps of a sublayer."""
+        streams = state.streams if self.lagged else state.written()
+        return mhc_maps(streams, self.map_parameters(), self.eps, self.iterations, self.form)
 
     def map_parameters(self) -> Parameters:
         """Return the parameters of the maps, as the operator takes them."""
-        return Parameters(self.phi, self.norm, self.alpha, self.bias)
+        return Parameters(self.phi, getattr(self, "norm", None), self.alpha, self.bias)
 
     def write(self, state: State, output_btd: Tensor, carry: Carry) -> State:
         return State(carry.streams, Pending(output_btd, carry.post_btn, carry.res_btij))
 
-    def close(self, state: State) -> Tensor:
-        return self.collapse(state.written())
+    def figures(self, state: State) -> Sequence[Figure]:
+        return [] if self.spec.kind == "final" else map_figures(self.maps(state))
 
-    def figures(self, state: State) -> list[Figure]:
-        return map_figures(self.weights(state))
-
-    def diagnostics(self, state: State) -> dict[str, Tensor]:
-        """Return |sum - 1| of each row and column of H_res; those of rows are exact up to rounding."""
-        maps = self.weights(state)
-        if maps is None:
-            return {}
+    def diagnostics(self, state: State, memory: dict[str, Any]) -> dict[str, Tensor]:
+        """Return those of streams, and |sum - 1| of each row and column of H_res; rows are exact up to rounding."""
+        if self.spec.kind == "final":
+            return final_diagnostics("mhc", self.collapse.stream_weights(state.written()), memory)
+        maps = self.maps(state)
+        found = stream_diagnostics("mhc", maps, memory)
+        if maps.res_btij is None:
+            return found
         sums = {"row": maps.res_btij.sum(-1), "column": maps.res_btij.sum(-2)}
-        return {f"mhc_{name}_deviation": (total - 1).abs() for name, total in sums.items()}
+        return found | {f"mhc_{name}_deviation": (total - 1).abs() for name, total in sums.items()}
+
+
+class GatedCollapse(nn.Module):
+    """The final read of DeepSeek-V4 and Hunyuan V4: x_btd = sum_i (sigmoid(alpha W RMSNorm(vec X) + b) + eps)_i X_i.
+
+    start: as in ManifoldHyperConnections. norm_eps: of the norm, which has no weight.
+    """
+
+    def __init__(self, n: int, d: int, start: str, norm_eps: float, eps: float):
+        super().__init__()
+        self.start = START_OF_ALPHA[start], -math.log(n - 1) if start == "vanilla" and n > 1 else 0.0
+        self.norm_eps = norm_eps
+        self.eps = eps
+        self.phi = nn.Parameter(torch.empty(n, n * d))
+        self.alpha = nn.Parameter(torch.empty(1))
+        self.bias = nn.Parameter(torch.empty(n))
+        self.fp32_parameters = tuple(self._parameters)
+
+    def forward(self, x_btnd: Tensor, gates_btn: Tensor | None = None) -> Tensor:
+        return read_streams(self.stream_weights(x_btnd) if gates_btn is None else gates_btn, x_btnd)
+
+    def stream_weights(self, x_btnd: Tensor) -> Tensor:
+        """Return the weight of each stream, w_btn."""
+        projected_btn = normed_projection(x_btnd.flatten(2), self.phi, self.norm_eps)
+        return (self.alpha * projected_btn + self.bias).sigmoid() + self.eps
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
+        if name == "phi":
+            tensor.normal_(0, std, generator=generator)
+        else:
+            tensor.fill_(self.start[name == "bias"])

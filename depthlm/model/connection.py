@@ -52,6 +52,7 @@ class Connection(nn.Module):
     num_inputs: the number of inputs of `read`: 1, or 3 for q, k and v of an attention, each with its own norm.
     read_ahead: reads several sublayers at once (see `depthlm.model.read_ahead`); None: each reads alone.
     colour: of the mechanism in all figures, as "#RRGGBB"; "": one that follows from its name.
+    output_gain: the factor of the initial values, outputs and MLP matrices of the sublayer.
     is_compiled: whether torch.compile may compile `read` and `write` together with the sublayers beside them. They must
         then be short, without registered operators, and the same for all layers, on a state of constant length.
     """
@@ -60,6 +61,7 @@ class Connection(nn.Module):
     cost = Cost()
     read_ahead: ReadAhead | None = None
     colour = ""
+    output_gain = 1.0
     is_compiled = False
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
@@ -113,10 +115,13 @@ class Connection(nn.Module):
         axes = ("source", "batch", "token") if weights.ndim == 3 else ("source",)
         return [Figure("weights", weights, axes, "what each sublayer reads")]
 
-    def diagnostics(self, state: State) -> dict[str, Tensor]:
+    def diagnostics(self, state: State, memory: dict[str, Any]) -> dict[str, Tensor]:
         """Return named tensors of any shape that describe the read of this state.
 
         Each validation logs the largest value of each name over all tokens and sublayers.
+
+        memory: what the connections of earlier sublayers stored in this forward pass, for values that follow from all
+        of them; empty for the first one.
         """
         return {}
 

@@ -82,11 +82,16 @@ class Decoder(nn.Module):
         connections = [connection(spec, size, backbone) for spec in specs]
         for each in connections:
             each.link(connections)
-        inputs = [c.num_inputs for c in connections]
+        # of each sublayer, in the loop with the most
+        inputs = [
+            max(c.num_inputs for c in connections[i : -1 : 2 * size.num_layers]) for i in range(2 * size.num_layers)
+        ]
         layers = [
             Layer(i, mixer, size, backbone, (inputs[2 * i], inputs[2 * i + 1]))
             for i, mixer in enumerate(build_mixers(size, backbone, attention, loops))
         ]
+        for i, layer in enumerate(layers):
+            layer.set_output_gain(connections[2 * i].output_gain, connections[2 * i + 1].output_gain)
         self.connections = cast(Sequence[Connection], nn.ModuleList(connections))
         self.layers = cast(Sequence[Layer], nn.ModuleList(layers))
         self.final_norm = Norm(size.hidden_size, backbone)

@@ -12,7 +12,7 @@ from depthlm.model.attention import Mixer
 from depthlm.model.attention.context import AttentionContext
 from depthlm.model.attention.self_attention import DepthKV, SelfAttention
 from depthlm.model.connection import Connection, Inputs, State
-from depthlm.model.experts import Mixture, Routing
+from depthlm.model.experts import Experts, Mixture, Routing
 from depthlm.model.layers import MLP, Norm, Rope
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 
@@ -55,26 +55,44 @@ class Layer(nn.Module):
             |     `----------------------carry----------------------^     |     `--------carry-----------^
             `---------------------------state-----------------------'     `-------------state------------'
 
-    With post-norm, the norm follows `output` and the MLP instead. The MLP may be a mixture of experts, and the
-    attention another mixer over the sequence. torch.compile compiles `project`, `output` and `transform`, or, where all
-    connections have `is_compiled`, `before_attention` and `after_attention`, which call them.
+    With post-norm, the norm follows `output` and the MLP instead; with both, there are two. The MLP may be a mixture of
+    experts, and the attention another mixer over the sequence. torch.compile compiles `project`, `output` and
+    `transform`, or, where all connections have `is_compiled`, `before_attention` and `after_attention`, which call
+    them.
 
-    index: the place of the layer. num_inputs: the number of inputs that the connections of the attention and the MLP
-    return.
+    index: the place of the layer. num_inputs: the largest number of inputs that connections of the attention and of the
+    MLP return.
     """
 
     def __init__(self, index: int, attention: Mixer, size: Size, backbone: Backbone, num_inputs: tuple[int, int]):
         super().__init__()
-        self.pre_norm = backbone.norm_placement == "pre"
+        self.pre_norm = backbone.norm_placement in ("pre", "both")
+        # the only norm of a sublayer has the same name before and after it
+        self.post_norm = {"post": "norm", "both": "post_norm"}.get(backbone.norm_placement)
+        self.only_q = isinstance(attention, SelfAttention) and not attention.projects_kv
+        num_inputs = (1 if self.only_q else num_inputs[0], num_inputs[1])
         counts = num_inputs if self.pre_norm else (1, 1)
-        self.attention_norm = _norms(counts[0], size, backbone)
+        if backbone.norm_placement != "none":
+            self.attention_norm = _norms(counts[0], size, backbone)
         self.attention = attention
         if isinstance(attention, SelfAttention):
             attention.separate_inputs = num_inputs[0] == 3
-        self.mlp_norm = _norms(counts[1], size, backbone)
+        if backbone.norm_placement != "none":
+            self.mlp_norm = _norms(counts[1], size, backbone)
+        if backbone.norm_placement == "both":
+            self.attention_post_norm = Norm(size.hidden_size, backbone)
+            self.mlp_post_norm = Norm(size.hidden_size, backbone)
         sparse = backbone.mlp == "experts" and index >= backbone.dense_layers
         dense = MLP(size.hidden_size, size.intermediate_size, backbone) if not sparse else None
         self.mlp: MLP | Mixture = dense or Mixture(size, backbone)
+
+    def set_output_gain(self, attention: float, mlp: float) -> None:
+        """Set the factor of the standard deviation with which values, outputs and MLP matrices are initialized."""
+        for name, module in self.named_modules():
+            if name in ("attention.v_proj", "attention.o_proj"):
+                module.init_gain = attention
+            elif name.startswith("mlp.") and isinstance(module, nn.Linear | Experts):
+                module.init_gain = mlp  # type: ignore[assignment]
 
     def forward(
         self,
@@ -135,6 +153,7 @@ class Layer(nn.Module):
 
     def project(self, inputs: Inputs, rope: Rope | None) -> tuple[Tensor, ...]:
         """Return the result of `SelfAttention.project` for the inputs of a connection."""
+        inputs = inputs[:1] if self.only_q else inputs
         if self.pre_norm:
             inputs = _normed(self.attention_norm, inputs)
         q_in, k_in, v_in = inputs if len(inputs) == 3 else inputs * 3
@@ -142,8 +161,7 @@ class Layer(nn.Module):
 
     def output(self, context: Any) -> Tensor:
         """Return output_btd of the attention sublayer. context: what `attend` of its mixer returned."""
-        output_btd = self.attention.output(context)
-        return output_btd if self.pre_norm else self.attention_norm(output_btd)
+        return self._normed_output("attention", self.attention.output(context))
 
     def transform(self, inputs: Inputs, rope: Rope | None) -> tuple[Tensor, tuple[Tensor, ...], Routing | None]:
         """Return output_btd of the MLP, the result of `SelfAttention.project_mlp` for its input, and the routing."""
@@ -151,7 +169,10 @@ class Layer(nn.Module):
             inputs = _normed(self.mlp_norm, inputs)
         output_btd, routing = self.mlp(inputs[0]) if isinstance(self.mlp, Mixture) else (self.mlp(inputs[0]), None)
         entry = self.attention.project_mlp(inputs[0], rope)
-        return (output_btd if self.pre_norm else self.mlp_norm(output_btd)), entry, routing
+        return self._normed_output("mlp", output_btd), entry, routing
+
+    def _normed_output(self, sublayer: str, output_btd: Tensor) -> Tensor:
+        return getattr(self, f"{sublayer}_{self.post_norm}")(output_btd) if self.post_norm else output_btd
 
 
 def _norms(count: int, size: Size, backbone: Backbone) -> nn.Module:
@@ -162,4 +183,6 @@ def _norms(count: int, size: Size, backbone: Backbone) -> nn.Module:
 
 def _normed(norm: nn.Module, inputs: Inputs) -> Inputs:
     norms = norm if isinstance(norm, nn.ModuleList) else (norm,)
+    # in another loop, q, k and v have inputs of their own
+    inputs = inputs if len(inputs) == len(norms) else inputs * len(norms)
     return tuple(norm(x) for norm, x in zip(norms, inputs, strict=True))

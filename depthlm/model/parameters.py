@@ -164,6 +164,8 @@ def seed_for(seed: int, name: str) -> int:
 def _initial_values(owned: OwnedParameter, generator: torch.Generator, std: float) -> Tensor:
     module, name = owned.owner, owned.name_in_owner
     tensor = torch.zeros(owned.parameter.shape, dtype=torch.float32, device="cpu")
+    # see Connection.output_gain
+    std *= getattr(module, "init_gain", 1.0)
     init_parameter = getattr(module, "init_parameter", None)
     if init_parameter is not None:
         init_parameter(name, tensor, generator, std)

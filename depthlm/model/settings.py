@@ -1,5 +1,6 @@
 """Checks of a mechanism's settings. Each returns one line per problem, which starts with the setting and its value."""
 
+import math
 from collections.abc import Iterable
 
 
@@ -16,6 +17,15 @@ def at_least(bound: int, *, optional: bool = False, **settings: object) -> list[
         f"{name}={shown(value)}: must be a whole number of at least {bound}{', or null' if optional else ''}"
         for name, value in settings.items()
         if not (optional and value is None) and (type(value) is not int or value < bound)
+    ]
+
+
+def number(bound: float, **settings: object) -> list[str]:
+    """Report the settings that are not a finite number of at least `bound`."""
+    return [
+        f"{name}={shown(value)}: must be a number of at least {bound:g}"
+        for name, value in settings.items()
+        if not isinstance(value, int | float) or isinstance(value, bool) or not bound <= value < math.inf
     ]
 
 

@@ -59,8 +59,8 @@ class Backbone:
 
     name: str = key("", "name of the backbone, for reports")
     norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "kind of every norm")
-    norm_placement: Literal["pre", "post"] = key(
-        "pre", "pre: f(norm(x)); post: norm(f(x)), added after the norm (OLMo2)"
+    norm_placement: Literal["pre", "post", "both", "none"] = key(
+        "pre", "pre: f(norm(x)); post: norm(f(x)) (OLMo2); both: norm(f(norm(x))); none: f(x)"
     )
     norm_eps: float = key(1e-5, "epsilon of every norm", minimum=TINY)
     qk_norm: Literal["head", "full", "none"] = key(

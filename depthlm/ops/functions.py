@@ -18,8 +18,14 @@ from depthlm.ops.dtypes import compute_dtype, no_autocast, upcast
 FEW = 2**21
 
 
-def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) * weight over the last dimension, in fp32 or better, as the dtype of x (arXiv 1910.07467)."""
+def rms_norm(x: Tensor, weight_d: Tensor | None, eps: float) -> Tensor:
+    """Return x / rms(x) * weight over the last dimension, in fp32 or better, as the dtype of x (arXiv 1910.07467).
+
+    weight_d: None: without a weight.
+    """
+    if weight_d is None:
+        with no_autocast(x):
+            return F.rms_norm(x, x.shape[-1:], None, eps)
     if torch.compiler.is_compiling():
         # Inductor does not fuse PyTorch's norm with its neighbours, and its kernel is slow for rows as short as a head
         x32 = upcast(x)

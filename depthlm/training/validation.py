@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,10 +75,11 @@ def diagnose(model: Decoder, tokens_bt: Tensor) -> dict[str, float]:
     if all(type(connection).diagnostics is Connection.diagnostics for connection in model.connections):
         return {}
     largest: dict[str, Tensor] = {}
+    memory: dict[str, Any] = {}
 
     class Diagnoses(Observer):
         def read(self, connection: Connection, state: State) -> None:
-            for name, value in connection.diagnostics(state).items():
+            for name, value in connection.diagnostics(state, memory).items():
                 largest[name] = torch.maximum(largest[name], value.max()) if name in largest else value.max()
 
     model(tokens_bt, observer=Diagnoses())

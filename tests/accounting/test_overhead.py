@@ -166,7 +166,9 @@ def test_the_overhead_table_is_also_written_as_json(
     table = json.loads(capsys.readouterr().out)
     assert sorted([*table, "vanilla"]) == mechanisms()
     for row in table.values():
-        assert row.keys() == {"parameters", "flops_per_token", "io_bytes_per_token", "prefill_bytes"}
+        assert row.keys() == {
+            "parameters", "flops_per_token", "io_bytes_per_token", "prefill_bytes", "cache_bytes_per_token"
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize("override", ["model=moda", "model/attention=moda", "model.connection.block_size=2"])

@@ -19,7 +19,7 @@ SECTIONS = dict(
     re.findall(r"^### (\w+)\n(.*?)(?=^##)", (REPOSITORY / "docs/mechanisms.md").read_text(), re.MULTILINE | re.DOTALL)
 )
 CODE = {name: re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL) for name, text in SECTIONS.items()}
-ATTENTIONS = ("depth_attention", "moda")
+ATTENTIONS = ("depth_attention", "moda", "shared_kv", "value_residual")
 SETTINGS = {
     "attention_residuals": ["model.connection.block_size=3"],
     "attention_residuals_recency": ["model.connection.block_size=3"],
@@ -51,7 +51,7 @@ def run(name: str, decoder: Decoder, **names: Any) -> dict[str, Any]:
         code += "\n" + CODE["hyper_connections"][0].partition("\n\n")[2]
     size = decoder.size
     variables = {function: getattr(torch, function) for function in ("stack", "cat", "sigmoid", "tanh", "exp")}
-    variables |= {"rms": rms, "sqrt": math.sqrt, "ceil": math.ceil, "inf": math.inf}
+    variables |= {"gelu": torch.nn.functional.gelu, "rms": rms, "sqrt": math.sqrt, "ceil": math.ceil, "inf": math.inf}
     variables |= {"L": LAYERS, "H": size.num_heads, "K": size.num_kv_heads, "d": size.head_size, "t": TOKENS}
     variables |= {"e": size.hidden_size // size.num_heads, "n": 4, "iterations": 20, "block_size": 3, "stride": 2}
     variables |= names
@@ -101,7 +101,8 @@ def test_an_attention_gives_the_context_of_its_pseudo_code(name: str) -> None:
     attentions: list[Any] = [layer.attention for layer in decoder.layers]
     depth = attentions[0].open_depth()
     for attention, qkv, entry in zip(attentions, projected, entries, strict=True):
-        context, depth = attention.attend(qkv, depth, AttentionContext())
+        own = qkv[:1] if name == "shared_kv" and attention.reuses else qkv
+        context, depth = attention.attend(own, depth, AttentionContext())
         if attention is not attentions[-1]:
             depth = attention.after_mlp(entry if name == "moda" else (), depth)
 
@@ -115,6 +116,7 @@ def test_an_attention_gives_the_context_of_its_pseudo_code(name: str) -> None:
         name,
         decoder,
         project=projected.__getitem__,
+        attentions=attentions,
         project_mlp=entries.__getitem__,
         per_query=per_query,
         causal_attention=causal_attention,

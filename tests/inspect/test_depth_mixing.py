@@ -309,12 +309,15 @@ def test_mrla_has_its_gates_times_its_channel_weights(record: Any) -> None:
     "mechanism",
     [
         *(f"model={name}" for name in ("vanilla", "denseformer", "attention_residuals", "attention_residuals_recency")),
-        *(f"model={name}" for name in ("dca", "grn_v3", "mhc", "laurel")),
-        *(f"model/connection={name}" for name in ("highway", "depth_qkv", "mrla")),
+        *(f"model={name}" for name in ("dca", "grn_v3", "mhc", "laurel", "mhc_deepseek_v4", "mhc_hunyuan_v4")),
+        *(f"model={name}" for name in ("qwen4_exp", "mudd")),
+        "model=attention_residuals_inkling2 model.connection.separate_qkv=[1]",
+        "model=mhc model.connection.lagged=true",
+        *(f"model/connection={name}" for name in ("highway", "depth_qkv", "mrla", "deepnorm", "ddl")),
     ],
 )
 def test_a_read_with_given_weights_returns_what_a_read_returns(record: Any, mechanism: str) -> None:
-    _, recorder = record(mechanism)
+    _, recorder = record(*mechanism.split())
     for connection, state in recorder.reads[:-1]:
         # the parameters of this connection alone
         connection.link([connection])

@@ -247,6 +247,7 @@ def test_a_pair_has_the_pictures_of_both_mechanisms(build: Build) -> None:
         "mhc_res_gain",
         "mhc_pre",
         "mhc_post",
+        "mhc_distance",
         "depth_attention_weights",
     ]
     assert messages == []

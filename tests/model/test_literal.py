@@ -8,18 +8,28 @@ import torch
 from depthlm.mechanisms.attention_residuals import AttentionResiduals
 from depthlm.mechanisms.attention_residuals_recency import AttentionResidualsRecency
 from depthlm.mechanisms.dca import DeepCrossAttention
+from depthlm.mechanisms.ddl import DDL
+from depthlm.mechanisms.deepnorm import DeepNorm
 from depthlm.mechanisms.denseformer import DenseFormer
 from depthlm.mechanisms.depth_attention import DepthAttention
 from depthlm.mechanisms.depth_dense import DepthDense
 from depthlm.mechanisms.depth_qkv import DepthQKV
+from depthlm.mechanisms.embedding_skip import EmbeddingSkip
+from depthlm.mechanisms.gated_residual import GatedResidual
 from depthlm.mechanisms.highway import Highway
 from depthlm.mechanisms.hyper_connections import HyperConnections
 from depthlm.mechanisms.laurel import Laurel
+from depthlm.mechanisms.layer_scale import LayerScale
 from depthlm.mechanisms.mhc import ManifoldHyperConnections
 from depthlm.mechanisms.moda import Moda
 from depthlm.mechanisms.mrla import MRLA
+from depthlm.mechanisms.mudd import Mudd
+from depthlm.mechanisms.qwen4_exp import Qwen4Exp
 from depthlm.mechanisms.residual import Residual
 from depthlm.mechanisms.rezero import ReZero
+from depthlm.mechanisms.shared_kv import SharedKV
+from depthlm.mechanisms.unet_skip import UnetSkip
+from depthlm.mechanisms.value_residual import ValueResidual
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.decoder import Decoder
 from depthlm.model.parameters import initialize
@@ -35,6 +45,14 @@ CONNECTIONS = {
     "dca": DeepCrossAttention,
     "hyper_connections": HyperConnections,
     "mhc": ManifoldHyperConnections,
+    "embedding_skip": EmbeddingSkip,
+    "unet_skip": UnetSkip,
+    "layer_scale": LayerScale,
+    "deepnorm": DeepNorm,
+    "ddl": DDL,
+    "mudd": Mudd,
+    "qwen4_exp": Qwen4Exp,
+    "gated_residual": GatedResidual,
     "laurel": Laurel,
     "rezero": ReZero,
     "highway": Highway,
@@ -42,10 +60,19 @@ CONNECTIONS = {
     "depth_qkv": DepthQKV,
     "mrla": MRLA,
 }
-ATTENTIONS = {"self_attention": SelfAttention, "depth_attention": DepthAttention, "moda": Moda}
+ATTENTIONS = {
+    "self_attention": SelfAttention,
+    "depth_attention": DepthAttention,
+    "moda": Moda,
+    "value_residual": ValueResidual,
+    "shared_kv": SharedKV,
+}
 
 GRN = {"separate_qkv": False}
 TWO_STREAMS = {"num_streams": 2}
+# what models ship with
+INKLING = {"block_size": 3, "key_norm": "plain", "values": "normed", "scale": True}
+DEEPSEEK = {"norm": "plain", "pre_eps": 1e-6, "res_eps": 1e-6, "start": "zero"}
 
 # (connection, its settings), each on qwen3
 CONNECTION_SETTINGS = [
@@ -64,6 +91,10 @@ CONNECTION_SETTINGS = [
     ("attention_residuals", {"block_size": 3, "mixing": "scalars"}),
     ("attention_residuals", {"block_size": 3, "key_norm": False}),
     ("attention_residuals", {"query": "input_dependent", "mixing": "sigmoid", "key_norm": False}),
+    ("attention_residuals", INKLING | {"separate_qkv": 2}),
+    ("attention_residuals", {"block_size": 3, "separate_qkv": [0, 2], "scale": True}),
+    ("attention_residuals", {"block_size": 3, "values": "normed", "separate_qkv": [0, 1, 2, 3]}),
+    ("attention_residuals", {"block_size": 2, "values": "normed", "query": "input_dependent", "mixing": "sigmoid"}),
     ("attention_residuals_recency", {}),
     ("attention_residuals_recency", {"block_size": 2}),
     ("attention_residuals_recency", {"block_size": 3}),
@@ -93,6 +124,21 @@ CONNECTION_SETTINGS = [
     ("mhc", {"num_streams": 2, "iterations": 3}),
     ("mhc", {"num_streams": 3, "iterations": 5, "collapse": "sum"}),
     ("mhc", {"num_streams": 2, "iterations": 5, "collapse": "learned"}),
+    ("mhc", DEEPSEEK | {"collapse": "gated"}),
+    ("mhc", DEEPSEEK | {"num_streams": 3}),
+    ("mhc", {"residual": "identity", "norm": "plain", "pre_eps": 1e-6, "post_eps": 1e-6, "collapse": "gated"}),
+    ("mhc", {"num_streams": 1, "residual": "identity", "post_scale": 1.5}),
+    ("mhc", {"num_streams": 2, "iterations": 3, "lagged": True, "collapse": "gated"}),
+    ("mhc", {"num_streams": 2, "residual": "identity", "lagged": True}),
+    ("qwen4_exp", {"rank": 5}),
+    ("qwen4_exp", {"num_streams": 1, "rank": 2}),
+    ("gated_residual", {}),
+    ("embedding_skip", {}),
+    ("unet_skip", {}),
+    ("layer_scale", {"start": 0.5}),
+    ("deepnorm", {}),
+    ("ddl", {}),
+    ("mudd", {}),
     ("laurel", {}),
     ("laurel", {"rank": 2, "last_k": 1}),
     ("laurel", {"rank": 2, "last_k": 100}),
@@ -117,6 +163,12 @@ ATTENTION_SETTINGS = [
     ("depth_attention", {"stride": 1, "mixes": "key"}),
     ("depth_attention", {"stride": 1, "mixes": "key_value"}),
     ("depth_attention", {"stride": 1, "mixes": "key_value", "mixing": "uniform"}),
+    ("value_residual", {}),
+    ("value_residual", {"weights": "fixed"}),
+    ("shared_kv", {}),
+    ("shared_kv", {"reuse": "upper_half"}),
+    ("shared_kv", {"reuse": "last_k"}),
+    ("shared_kv", {"reuse": "last_k", "last_k": 3}),
     ("moda", {}),
     ("moda", {"ffn_kv": False}),
     ("moda", {"depth_kv": False}),
@@ -159,13 +211,15 @@ CROSSED = [
 PLAIN, SELF = ("residual", {}), ("self_attention", {})
 
 
-# of the layers' mixers, each on qwen3
+# changes of qwen3: the layers' mixers, and the norms
 MIXED = {
     "delta": {"mixers": ["delta"]},
     "latent": {"mixers": ["latent"], "position": "none"},
     "delta and latent": {"mixers": ["delta", "latent"], "position": "none"},
     "latent, delta and attention": {"mixers": ["latent", "delta", "attention"], "position": "none"},
     "delta and attention": {"mixers": ["attention", "delta", "delta"]},
+    "both": {"norm_placement": "both"},
+    "none": {"norm_placement": "none"},
 }
 
 
@@ -181,13 +235,25 @@ def case(connection=PLAIN, attention=SELF, backbone="qwen3", loops=1, num_layers
 
 CASES = [
     # the formulas of streams start again from the embedding at every sublayer, which takes long in four layers
-    *(case(one, num_layers=2 if one[0] in ("hyper_connections", "mhc") else 4) for one in CONNECTION_SETTINGS),
+    *(
+        case(one, num_layers=2 if one[0] in ("hyper_connections", "mhc", "qwen4_exp") else 4)
+        for one in CONNECTION_SETTINGS
+    ),
     *(case(attention=attention) for attention in ATTENTION_SETTINGS),
     *(case(connection, attention, num_layers=3) for connection, attention in CROSSED),
     *(case(connection, loops=2, num_layers=2) for connection in CONNECTION_OF_EACH[::3]),
     *(case(attention=attention, loops=3, num_layers=2) for attention in ATTENTION_OF_EACH[:2]),
-    *(case(backbone=mixed, num_layers=3) for mixed in MIXED),
+    *(case(backbone=mixed, num_layers=3) for mixed in MIXED if mixed != "none"),
     *(case(attention=attention, backbone="delta and latent", num_layers=4) for attention in ATTENTION_OF_EACH),
+    # norms before and after every sublayer, and none
+    case(("unet_skip", {}), num_layers=5),
+    *(case((name, {}), loops=2, num_layers=2) for name in ("unet_skip", "embedding_skip", "mudd")),
+    *(case(attention=(name, {}), loops=2, num_layers=3) for name in ("value_residual", "shared_kv")),
+    case(("deepnorm", {}), backbone="none", num_layers=3),
+    case(("mudd", {}), ("shared_kv", {"reuse": "upper_half"}), num_layers=3),
+    case(("gated_residual", {}), backbone="both", num_layers=2),
+    case(("dca", {}), backbone="both", num_layers=2),
+    case(("qwen4_exp", {"rank": 5}), backbone="none", num_layers=2),
 ]
 # on other backbones and heads, and in more loops
 FURTHER_CASES = [

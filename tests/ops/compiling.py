@@ -79,19 +79,21 @@ def settings_of(module: str | None = None, **values: Any) -> dict[str, Any]:
 
 
 def types_of_streams(
-    streams: str, output: str, pending: bool, n: int, columns: int, dtype: torch.dtype
+    streams: str, output: str, pending: bool, n: int, columns: int, dtype: torch.dtype, identity: bool = False
 ) -> dict[str, Any]:
     """Return the types of the arguments that the kernels of mhc and hyper_connections share."""
     from depthlm.ops.mhc import triton_streams
 
-    settings = triton_streams.settings_of(torch.empty(1, 1, n, 2560, device="meta"), columns, 1e-5, dtype)._asdict()
+    x = torch.empty(1, 1, n, 2560, device="meta")
+    settings = triton_streams.settings_of(x, columns, 1e-5, dtype, identity)._asdict()
     values = {key: value.value for key, value in settings.items()}
     values["dtype"] = str(dtype).removeprefix("torch.")
-    sources = [streams, output, "*fp32", "*fp32"] if pending else [streams]
+    maps = ["*fp32"] * (1 if identity else 2)
+    sources = [streams, output, *maps] if pending else [streams]
     return {
         "sources": sources,
         "new_ptr": streams,
-        "grads": [streams, streams, "*fp32", "*fp32"],
+        "grads": [streams, streams, *maps],
         "grad_sources": sources,
         "positions": "i32",
         "d": "i32",

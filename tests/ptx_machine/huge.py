@@ -109,7 +109,7 @@ def hyper():
 
 def mhc():
     from depthlm.ops.backend import using
-    from depthlm.ops.mhc.cpu import Parameters, Pending
+    from depthlm.ops.mhc.cpu import PAPER, Parameters, Pending
     from depthlm.ops.mhc.naive import mhc_post_pre
     from depthlm.ops.mhc.triton import forward
 
@@ -119,7 +119,9 @@ def mhc():
     parameters = [normal(*s, seed=9).to(BF16) for s in ((n * (n + 2), n * d), (n * d,), (3,), (n * (n + 2),))]
     parameters[0] *= 0.1
     phi, norm, alpha, bias = parameters
-    read, new, new_post, new_res, *_ = forward([x, output, post, res], [phi, norm, bias, alpha], 1e-5, 3, BF16)
+    read, new, new_post, new_res, *_ = forward(
+        [x, output, post, res], [phi, norm, bias, alpha], 1e-5, 3, [*PAPER], BF16
+    )
     parts = [end(y, 1, kept).double() for y in (x, output, post, res)]
     with using("torch"):
         exact = mhc_post_pre(parts[0], Pending(*parts[1:]), Parameters(*(p.double() for p in parameters)), 1e-5, 3)

@@ -7,11 +7,15 @@ import pytest
 import torch
 
 import depthlm
+from depthlm.inspect.depth_mixing import depth_mixing
+from depthlm.model import Observer
+from depthlm.model.connection import Connection, State
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
 from depthlm.training.validation import diagnose
 
 SHAPE = ["size=micro", "data.tokenizer=bytes"]
+OF_STREAMS = {"res_from_identity", "res_from_uniform", "gain", "embedding_share"}
 
 
 def test_the_worst_deviation_of_mhc_over_sublayers_and_tokens() -> None:
@@ -19,10 +23,60 @@ def test_the_worst_deviation_of_mhc_over_sublayers_and_tokens() -> None:
     with torch.no_grad():
         model.connections[2].bias += torch.linspace(-4, 4, 24)
     diagnostics = diagnose(model, torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0)))
-    assert diagnostics.keys() == {"mhc_row_deviation", "mhc_column_deviation"}
+    assert diagnostics.keys() == {f"mhc_{name}" for name in OF_STREAMS | {"row_deviation", "column_deviation"}}
     assert diagnostics["mhc_row_deviation"] < 1e-6
     # the maximum is that of the one sublayer which is far from its manifold
     assert 1e-3 < diagnostics["mhc_column_deviation"] < 1
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("mhc", ["model=mhc"]),
+        ("mhc", ["model=mhc", "model.connection.collapse=gated"]),
+        ("hyper_connections", ["model=hyper_connections", "model.connection.collapse=learned"]),
+    ],
+)
+def test_the_diagnostics_of_streams(name: str, overrides: list[str]) -> None:
+    model = depthlm.build_model(depthlm.compose([*SHAPE, *overrides]))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.connections.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    # of one token, so that no mean hides a difference
+    tokens = torch.randint(256, (1, 1), generator=generator)
+    found = {key.removeprefix(f"{name}_"): value for key, value in diagnose(model, tokens).items()}
+    maps: list[torch.Tensor] = []
+
+    class Maps(Observer):
+        def read(self, connection: Connection, state: State) -> None:
+            if connection.spec.kind != "final":
+                maps.append(connection.weights(state).res_btij[0, 0].detach())
+
+    model.hidden(tokens, observer=Maps())
+    product, distances = torch.eye(4), []
+    for res in maps:
+        product = res @ product
+        distances.append([(res - torch.eye(4)).square().sum().sqrt(), (res - 0.25).square().sum().sqrt()])
+    from_identity, from_uniform = map(max, zip(*distances, strict=True))
+    last_row = torch.from_numpy(depth_mixing(model, [tokens])[0][-1]).abs()
+    expected = {
+        "res_from_identity": from_identity,
+        "res_from_uniform": from_uniform,
+        "gain": product.abs().sum(1).max(),
+        "embedding_share": last_row[0] / last_row.sum(),
+    }
+    assert expected.keys() == OF_STREAMS
+    assert {key: found[key] for key in expected} == {
+        key: pytest.approx(float(value), rel=1e-4) for key, value in expected.items()
+    }
+
+
+def test_an_identity_as_the_residual_map_has_a_gain_of_1() -> None:
+    model = depthlm.build_model(depthlm.compose([*SHAPE, "model=mhc_hunyuan_v4"]))
+    found = diagnose(model, torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0)))
+    assert found.keys() == {"mhc_gain", "mhc_embedding_share"}
+    assert found["mhc_gain"] == 1
 
 
 def test_a_mechanism_without_diagnostics_needs_no_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,9 +40,11 @@ class SelfAttention(nn.Module):
     head_size: of a value.
     key_size: of a query and a key, which are wider in latent attention.
     separate_inputs: whether the connection passes different tensors for q, k and v; the layer sets it.
+    projects_kv: whether it has keys and values of its own; if not, it gets only the input of q.
     colour: as in `Connection`; "": this attention reads only its own layer.
     """
 
+    projects_kv = True
     colour = ""
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
@@ -140,6 +142,10 @@ class SelfAttention(nn.Module):
         """Return the activation values per token that a depth mechanism reads and writes beyond this attention."""
         return 0.0
 
+    def cache_values(self) -> float:
+        """Return the values per token that this layer adds to the KV cache."""
+        return float(self.num_kv_heads * (self.key_size + self.head_size))
+
     def held_values(self) -> float:
         """Return the values per token that this layer passes to later layers and that are not in the KV cache."""
         return 0.0
@@ -150,9 +156,13 @@ def causal_attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, past: Atten
 
     Each token attends to itself and to all tokens before it in its document, including those in the cache.
     """
+    return attend_to(q_bhte, *past.extend(k_bkte, v_bkte), past)
+
+
+def attend_to(q_bhte: Tensor, k: Tensor, v: Tensor, past: AttentionContext) -> Tensor:
+    """Return context_bt(he) of the new tokens. k, v: of cached and new tokens, x_bkse."""
     # flash attention needs values as wide as the keys; the cache does not
-    narrower, bounds = q_bhte.shape[-1] - v_bkte.shape[-1], past.bounds(q_bhte)
-    k, v = past.extend(k_bkte, v_bkte)
+    narrower, bounds = q_bhte.shape[-1] - v.shape[-1], past.bounds(q_bhte)
     if narrower:
         v = F.pad(v, (0, narrower))
     if bounds:

@@ -7,7 +7,7 @@ Shapes: b batch, t tokens, n streams, i new stream, j old stream, d hidden size,
 
 from torch import Tensor
 
-from depthlm.ops.mhc.cpu import Maps, Pending, normed_projection, write_and_read
+from depthlm.ops.mhc.cpu import Maps, Pending, Result, normed_projection, write_and_read
 
 # static_pre_n, static_post_n and static_res_ij
 Static = tuple[Tensor, Tensor, Tensor]
@@ -17,7 +17,7 @@ Dynamic = tuple[Tensor, Tensor]
 
 def hyper_post_pre(
     x_btnd: Tensor, pending: Pending | None, static: Static, dynamic: Dynamic | None, eps: float, rebuild: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Result:
     return write_and_read(x_btnd, pending, rebuild, lambda x: hyper_maps(x, static, dynamic, eps))
 
 

@@ -16,8 +16,8 @@ from depthlm.ops.backend import operator
 from depthlm.ops.dtypes import upcast
 from depthlm.ops.hyper_connections.cpu import Dynamic, Static
 from depthlm.ops.hyper_connections.cpu import hyper_post_pre as cpu
-from depthlm.ops.mhc.cpu import Maps, Pending
-from depthlm.ops.mhc.naive import Result, read_streams, unsupported, write_streams
+from depthlm.ops.mhc.cpu import Maps, Pending, Result
+from depthlm.ops.mhc.naive import read_streams, unsupported, write_streams
 
 
 def _triton() -> Callable[..., Result]:

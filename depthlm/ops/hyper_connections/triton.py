@@ -14,7 +14,7 @@ from depthlm.ops.autograd import operator_name
 from depthlm.ops.dtypes import compute_dtype
 from depthlm.ops.hyper_connections.cpu import Dynamic, Static
 from depthlm.ops.hyper_connections.cpu import hyper_post_pre as static_post_pre
-from depthlm.ops.mhc.cpu import Pending
+from depthlm.ops.mhc.cpu import Pending, Result
 from depthlm.ops.mhc.triton_streams import (
     FORWARD_WARPS,
     POSITIONS,
@@ -41,7 +41,7 @@ from depthlm.ops.triton_common import load_fp32, store_as, tl, triton
 
 def hyper_post_pre(
     x_btnd: Tensor, pending: Pending | None, static: Static, dynamic: Dynamic | None, eps: float, rebuild: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Result:
     """Run `depthlm.ops.hyper_connections.naive.hyper_post_pre` in Triton."""
     if dynamic is None:
         return static_post_pre(x_btnd, pending, static, None, eps, rebuild)

@@ -17,11 +17,11 @@ from depthlm.ops.mhc.rebuilding import mark_write, save_streams, saved_streams
 
 
 class Maps(NamedTuple):
-    """H_pre, H_post and H_res of every token."""
+    """H_pre, H_post and H_res of every token. res_btij: None if H_res is the identity."""
 
     pre_btn: Tensor
     post_btn: Tensor
-    res_btij: Tensor
+    res_btij: Tensor | None
 
 
 class Pending(NamedTuple):
@@ -29,27 +29,52 @@ class Pending(NamedTuple):
 
     output_btd: Tensor
     post_btn: Tensor
-    res_btij: Tensor
+    res_btij: Tensor | None
 
 
 class Parameters(NamedTuple):
-    """The projection, the weight of the norm before it, and the factors and the bias of pre, post and res."""
+    """The projection, the weight of the norm before it, and the factors and the bias of pre, post and res.
+
+    norm_w: None if the norm has no weight. With m = 2 n rows instead of n (n + 2), and two factors, H_res is the
+    identity.
+    """
 
     phi_mw: Tensor
-    norm_w: Tensor
+    norm_w: Tensor | None
     alpha: Tensor
     bias_m: Tensor
 
 
+class Form(NamedTuple):
+    """The constants of the maps, by default those of the paper.
+
+    post_scale: the factor of the sigmoid of H_post. pre_eps, post_eps: added to H_pre and H_post. res_eps: added to the
+    entries of H_res after its first normalization, and to all later sums.
+    """
+
+    post_scale: float = 2.0
+    pre_eps: float = 0.0
+    post_eps: float = 0.0
+    res_eps: float = 0.0
+
+
+PAPER = Form()
+Result = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
 def mhc_post_pre(
-    x_btnd: Tensor, pending: Pending | None, parameters: Parameters, eps: float, iterations: int, rebuild: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return write_and_read(x_btnd, pending, rebuild, lambda x: mhc_maps(x, parameters, eps, iterations))
+    x_btnd: Tensor,
+    pending: Pending | None,
+    parameters: Parameters,
+    eps: float,
+    iterations: int,
+    rebuild: bool = False,
+    form: Form = PAPER,
+) -> Result:
+    return write_and_read(x_btnd, pending, rebuild, lambda x: mhc_maps(x, parameters, eps, iterations, form))
 
 
-def write_and_read(
-    x_btnd: Tensor, pending: Pending | None, rebuild: bool, maps_of: Callable[[Tensor], Maps]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def write_and_read(x_btnd: Tensor, pending: Pending | None, rebuild: bool, maps_of: Callable[[Tensor], Maps]) -> Result:
     """Perform the pending write, if any, and the next read; return input_btd, X'_btnd, post_btn and res_btij."""
     if pending is not None:
         x_btnd = write_streams(x_btnd, pending, rebuild)
@@ -57,19 +82,25 @@ def write_and_read(
     return read_streams(pre_btn, x_btnd), x_btnd, post_btn, res_btij
 
 
-def mhc_maps(x_btnd: Tensor, parameters: Parameters, eps: float, iterations: int) -> Maps:
+def mhc_maps(x_btnd: Tensor, parameters: Parameters, eps: float, iterations: int, form: Form = PAPER) -> Maps:
     """Return the maps of the streams (`depthlm.ops.mhc.naive.mhc_maps`)."""
     n = x_btnd.shape[2]
-    widths = (n, n, n * n)
     phi_mw, norm_w, alpha, bias_m = parameters
+    widths = (n, n, n * n)[: len(alpha)]
     alpha_m = torch.cat([a.expand(width) for a, width in zip(alpha, widths, strict=True)])
-    m_btm = alpha_m * normed_projection(x_btnd.flatten(2), norm_w * phi_mw, eps) + bias_m
-    pre, post, res = m_btm.split(widths, dim=-1)
-    return Maps(pre.sigmoid(), 2 * post.sigmoid(), sinkhorn(res.unflatten(-1, (n, n)), iterations))
+    weight_mw = phi_mw if norm_w is None else norm_w * phi_mw
+    m_btm = alpha_m * normed_projection(x_btnd.flatten(2), weight_mw, eps) + bias_m
+    pre, post, *res = m_btm.split(widths, dim=-1)
+    pre, post = pre.sigmoid(), form.post_scale * post.sigmoid()
+    # no addition if it is zero: each takes a pass over the maps
+    pre, post = pre + form.pre_eps if form.pre_eps else pre, post + form.post_eps if form.post_eps else post
+    return Maps(pre, post, sinkhorn(res[0].unflatten(-1, (n, n)), iterations, form.res_eps) if res else None)
 
 
 def write_streams(x_btnd: Tensor, pending: Pending, rebuild: bool = False) -> Tensor:
     """Return X'_btnd = H_res X + H_post^T y: sum_j res[i, j] * X_j + post[i] * y for each new stream i.
+
+    Without res, H_res is the identity.
 
     rebuild: whether the functions of this module may compute the result again instead of saving it.
     """
@@ -90,9 +121,9 @@ def normed_projection(x: Tensor, weight_mw: Tensor, eps: float) -> Tensor:
     return call(NormedProjection, x, weight_mw, eps)
 
 
-def sinkhorn(logits_btij: Tensor, iterations: int) -> Tensor:
+def sinkhorn(logits_btij: Tensor, iterations: int, eps: float = 0.0) -> Tensor:
     """Scale exp(logits) so that rows and columns sum to 1 (`depthlm.ops.mhc.naive.sinkhorn`), in fp32 or better."""
-    return call(Sinkhorn, upcast(logits_btij), iterations)
+    return call(Sinkhorn, upcast(logits_btij), iterations, eps)
 
 
 class NormedProjection(torch.autograd.Function):
@@ -140,34 +171,35 @@ class ReadStreams(torch.autograd.Function):
 class WriteStreams(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, res_btij: Tensor, streams_btnd: Tensor, post_btn: Tensor, output_btd: Tensor, rebuild: bool
+        ctx: Any, res_btij: Tensor | None, streams_btnd: Tensor, post_btn: Tensor, output_btd: Tensor, rebuild: bool
     ) -> Tensor:
         mark_write(ctx, streams_btnd, rebuild, lambda node: _mixed(*saved_streams(node)))
-        save_streams(ctx, streams_btnd, res_btij, post_btn, output_btd)
-        return _mixed(streams_btnd, res_btij, post_btn, output_btd)
+        save_streams(ctx, streams_btnd, post_btn, output_btd, *([] if res_btij is None else [res_btij]))
+        return _mixed(streams_btnd, post_btn, output_btd, res_btij)
 
     @staticmethod
     def backward(ctx: Any, grad_btnd: Tensor) -> tuple[Tensor | None, ...]:
-        streams_btnd, res_btij, post_btn, output_btd = saved_streams(ctx)
+        streams_btnd, post_btn, output_btd, *res_btij = saved_streams(ctx)
         ctx.streams = None
-        grad_res = _matmul(grad_btnd, streams_btnd.mT)
-        grad_streams = _matmul(res_btij.mT, grad_btnd)
+        grad_res = _matmul(grad_btnd, streams_btnd.mT) if res_btij else None
+        grad_streams = _matmul(res_btij[0].mT, grad_btnd) if res_btij else grad_btnd
         grad_post = _matmul(output_btd[..., None, :], grad_btnd.mT)[..., 0, :]
         grad_output = _matmul(post_btn[..., None, :], grad_btnd)[..., 0, :]
         return grad_res, grad_streams, grad_post, grad_output, None
 
 
-def _mixed(streams_btnd: Tensor, res_btij: Tensor, post_btn: Tensor, output_btd: Tensor) -> Tensor:
-    mixed = _matmul(res_btij, streams_btnd)
-    mixed.addcmul_(post_btn[..., None], output_btd[..., None, :])
-    return mixed.to(streams_btnd.dtype)
+def _mixed(streams_btnd: Tensor, post_btn: Tensor, output_btd: Tensor, res_btij: Tensor | None = None) -> Tensor:
+    addend = post_btn[..., None], output_btd[..., None, :]
+    if res_btij is None:
+        return torch.addcmul(upcast(streams_btnd), *addend).to(streams_btnd.dtype)
+    return _matmul(res_btij, streams_btnd).addcmul_(*addend).to(streams_btnd.dtype)
 
 
 class Sinkhorn(torch.autograd.Function):
     """Saves the result and all sums, from which the backward pass recovers every iteration."""
 
     @staticmethod
-    def forward(ctx: Any, logits_btij: Tensor, iterations: int) -> Tensor:
+    def forward(ctx: Any, logits_btij: Tensor, iterations: int, eps: float) -> Tensor:
         m_ijbt = _tokens_last(logits_btij)
         # scaling a column does not change the result; the floor avoids 0 / 0 in a row that underflows
         m_ijbt.sub_(m_ijbt.amax(0, keepdim=True)).exp_().clamp_min_(1e-30)
@@ -175,19 +207,26 @@ class Sinkhorn(torch.autograd.Function):
         for _ in range(iterations):
             for dim in (0, 1):
                 sums.append(m_ijbt.sum(dim, keepdim=True))
+                if eps and len(sums) > 1:
+                    sums[-1].add_(eps)
                 m_ijbt.div_(sums[-1])
+                if eps and len(sums) == 1:
+                    m_ijbt.add_(eps)
         ctx.save_for_backward(m_ijbt, *sums)
+        ctx.eps = eps
         return _tokens_last(m_ijbt)
 
     @staticmethod
-    def backward(ctx: Any, grad_btij: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_btij: Tensor) -> tuple[Tensor, None, None]:
         result_ijbt, *sums = ctx.saved_tensors
         m, grad = result_ijbt.clone(), _tokens_last(grad_btij)
         for k in reversed(range(len(sums))):
+            if ctx.eps and k == 0:
+                m.sub_(ctx.eps)
             # m = before / s:  d before = (grad - sum(grad * m)) / s
             grad.sub_((grad * m).sum(k % 2, keepdim=True)).div_(sums[k])
             m.mul_(sums[k])
-        return _tokens_last(grad.mul_(m)), None
+        return _tokens_last(grad.mul_(m)), None, None
 
 
 def _tokens_last(m: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
 """What `mhc_post_pre` and `hyper_post_pre` share in Triton: a pending write, the next read, and their derivatives.
 
-The sources of a kernel are x, and output, post and res of a pending write. A program processes some positions, in
-chunks of columns of d. Maps, and all numbers per position, are tuples of vectors over positions; a matrix is n^2
-vectors in row-major order. The maps of a write are n vectors of H_post, then n^2 of H_res.
+The sources of a kernel are x, and output, post and res of a pending write, without res if H_res is the identity. A
+program processes some positions, in chunks of columns of d. Maps, and all numbers per position, are tuples of vectors
+over positions; a matrix is n^2 vectors in row-major order. The maps of a write are n vectors of H_post, then n^2 of
+H_res.
 
 Kernels compute a tensor of pointers and reach stream j by adding the scalar j * d to it; a second tensor of 64-bit
 offsets would take more registers.
@@ -17,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from depthlm.ops.autograd import call, operator_name
+from depthlm.ops.autograd import call, operator_name, present
 from depthlm.ops.backend import expect
 from depthlm.ops.dtypes import common_dtype
-from depthlm.ops.mhc.cpu import Pending
+from depthlm.ops.mhc.cpu import PAPER, Pending, Result
 from depthlm.ops.mhc.rebuilding import mark_write, save_streams, saved_streams, written
 from depthlm.ops.triton_common import constants, load_fp32, store_as, tl, triton, triton_type
 
@@ -34,7 +35,10 @@ Tensors = list[Tensor]
 
 
 class Settings(NamedTuple):
-    """The constants of a kernel. padded: n, padded to a power of 2. dtype: of the factors of matrix products."""
+    """The constants of a kernel. padded: n, padded to a power of 2. dtype: of the factors of matrix products.
+
+    identity: whether H_res is the identity. The last four are those of `Form`.
+    """
 
     n: tl.constexpr
     padded: tl.constexpr
@@ -42,9 +46,16 @@ class Settings(NamedTuple):
     columns: tl.constexpr
     eps: tl.constexpr
     dtype: tl.constexpr
+    identity: tl.constexpr
+    post_scale: tl.constexpr
+    pre_eps: tl.constexpr
+    post_eps: tl.constexpr
+    res_eps: tl.constexpr
 
 
-def settings_of(x_btnd: Tensor, columns: int, eps: float, dtype: torch.dtype) -> Settings:
+def settings_of(
+    x_btnd: Tensor, columns: int, eps: float, dtype: torch.dtype, identity: bool = False, form: Sequence[float] = PAPER
+) -> Settings:
     """Return the constants of the kernels. columns: per chunk of 3 or 4 streams; fewer take 64, more take 16.
 
     Registers limit the columns. Up to n = 4 no register is spilled.
@@ -53,16 +64,21 @@ def settings_of(x_btnd: Tensor, columns: int, eps: float, dtype: torch.dtype) ->
     most = 64 if n <= 2 else columns if n <= 4 else 16
     columns = min(most, max(16, triton.next_power_of_2(d)))
     padded = max(4, triton.next_power_of_2(n))
-    return constants(Settings, n, padded, POSITIONS, columns, eps, triton_type(dtype))
+    return constants(Settings, n, padded, POSITIONS, columns, eps, triton_type(dtype), identity, *form)
 
 
 def check_streams(operator: str, x_btnd: Tensor, pending: Pending | None, **parameters: Any) -> None:
     """Check the streams, the pending write, and parameters as in `expect`."""
     b, t, n, d = x_btnd.shape
     shapes = (b, t, n, d), (b, t, d), (b, t, n), (b, t, n, n)
-    tensors = x_btnd, *(pending or ())
+    tensors = x_btnd, *sources_of(pending)
     named = zip(("x", "output", "post", "res"), zip(tensors, shapes, strict=False), strict=False)
     expect(operator, x_btnd, **dict(named), **parameters)
+
+
+def sources_of(pending: Pending | None) -> Tensors:
+    """Return the tensors of a pending write, without res if H_res is the identity."""
+    return present(*pending) if pending is not None else []
 
 
 def write_and_read(
@@ -72,25 +88,26 @@ def write_and_read(
     parameters: Sequence[Tensor],
     settings: tuple[Any, ...],
     rebuild: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    identity: bool = False,
+) -> Result:
     """Perform the pending write, if any, and the next read; return input_btd, X'_btnd, post_btn and res_btij.
 
     operators: two custom operators on contiguous tensors. The first one, (sources, parameters, *settings), returns
-    input_btd, X'_btnd (empty without a pending write), post_btn, res_btij and what the second one needs. The second
-    one, (grads, sources, new, parameters, kept, *settings), returns the gradients of the sources and the first
-    parameters, and a tensor with those of the others.
+    input_btd, X'_btnd (empty without a pending write), post_btn, res_btij (unless H_res is the identity) and what the
+    second one needs. The second one, (grads, sources, new, parameters, kept, *settings), returns the gradients of the
+    sources and the first parameters, and a tensor with those of the others.
     """
-    sources = [x_btnd, *(pending or ())]
-    arguments = operators, settings, rebuild and pending is not None, len(sources)
-    read_btd, new_btnd, post_btn, res_btij = call(WriteAndRead, *arguments, *sources, *parameters)
-    return read_btd, x_btnd if pending is None else new_btnd, post_btn, res_btij
+    sources = [x_btnd, *sources_of(pending)]
+    arguments = operators, settings, rebuild and pending is not None, len(sources), 3 if identity else 4
+    read_btd, new_btnd, post_btn, *res_btij = call(WriteAndRead, *arguments, *sources, *parameters)
+    return read_btd, x_btnd if pending is None else new_btnd, post_btn, res_btij[0] if res_btij else None
 
 
 class WriteAndRead(torch.autograd.Function):
-    """Returns input_btd, X'_btnd (empty without a pending write), post_btn and res_btij."""
+    """Returns input_btd, X'_btnd (empty without a pending write), post_btn and, with four results, res_btij."""
 
     @staticmethod
-    def forward(ctx, operators, settings, rebuild, count, *tensors):
+    def forward(ctx, operators, settings, rebuild, count, results, *tensors):
         ctx.operator = operators[1]
         ctx.settings = settings
         ctx.counts = count, len(tensors)
@@ -98,8 +115,8 @@ class WriteAndRead(torch.autograd.Function):
         outputs = operators[0](sources, parameters, *settings)
         mark_write(ctx, tensors[0], rebuild, write_again)
         new = [outputs[1]] if count > 1 and not ctx.rebuilds else []
-        save_streams(ctx, *tensors, *outputs[4:], *new)
-        return tuple(outputs[:4])
+        save_streams(ctx, *tensors, *outputs[results:], *new)
+        return tuple(outputs[:results])
 
     @staticmethod
     def backward(ctx, *grads):
@@ -114,12 +131,12 @@ class WriteAndRead(torch.autograd.Function):
         rest = parameters[len(separate) - count :]
         # one conversion instead of one per parameter
         parts = packed.to(common_dtype(rest)).split([parameter.numel() for parameter in rest])
-        return *[None] * 4, *separate, *(part.view_as(y) for part, y in zip(parts, rest, strict=True))
+        return *[None] * 5, *separate, *(part.view_as(y) for part, y in zip(parts, rest, strict=True))
 
 
 def write_again(node: Any) -> Tensor:
-    """Return X' of a node of `depthlm.ops.mhc.rebuilding` whose first saved tensors are X, y, H_post and H_res."""
-    return write_streams(_contiguous(saved_streams(node)[:4]))
+    """Return X' of a node of `depthlm.ops.mhc.rebuilding` whose first saved tensors are the sources of a write."""
+    return write_streams(_contiguous(saved_streams(node)[: node.counts[0]]))
 
 
 @torch.library.custom_op(operator_name(__name__, "write_streams"), mutates_args=())
@@ -127,7 +144,7 @@ def write_streams(sources: Tensors) -> Tensor:
     """Return X'_btnd = H_res X + H_post^T y, with the same bits as `mhc_post_pre` and `hyper_post_pre` in Triton."""
     x_btnd = sources[0]
     new_btnd = torch.empty_like(x_btnd)
-    settings = settings_of(x_btnd, WRITE_COLUMNS, 0.0, x_btnd.dtype)
+    settings = settings_of(x_btnd, WRITE_COLUMNS, 0.0, x_btnd.dtype, len(sources) == 3)
     launch(_write, sources, new_btnd, settings, chunks=triton.cdiv(x_btnd.shape[-1], settings.columns.value))
     return new_btnd
 
@@ -135,12 +152,12 @@ def write_streams(sources: Tensors) -> Tensor:
 write_streams.register_fake(lambda sources: torch.empty_like(sources[0]))
 
 
-def empty_outputs(sources: Tensors, *shapes: list[int]) -> Tensors:
+def empty_outputs(sources: Tensors, *shapes: list[int], identity: bool = False) -> Tensors:
     """Return the outputs of the first operator of `write_and_read`. shapes: of what the second one needs."""
     x_btnd = sources[0]
     b, t, n, d = x_btnd.shape
     outputs = [x_btnd.new_empty(b, t, d), x_btnd.new_empty(x_btnd.shape if len(sources) > 1 else 0)]
-    maps_and_kept = [b, t, n], [b, t, n, n], *shapes
+    maps_and_kept = [b, t, n], *([] if identity else [[b, t, n, n]]), *shapes
     return outputs + [x_btnd.new_empty(shape, dtype=torch.float32) for shape in maps_and_kept]
 
 
@@ -208,17 +225,22 @@ def zeros(shape: tl.constexpr, COUNT: tl.constexpr):
 @triton.jit
 def load_maps(sources, p, mask_p, settings):
     """Load the maps of a write."""
-    _, _, post_ptr, res_ptr = sources
-    return load_vectors(post_ptr, p, mask_p, settings.n) + load_vectors(res_ptr, p, mask_p, settings.n * settings.n)
+    maps = load_vectors(sources[2], p, mask_p, settings.n)
+    if not settings.identity:
+        maps += load_vectors(sources[3], p, mask_p, settings.n * settings.n)
+    return maps
 
 
 @triton.jit
 def mixed_tile(i: tl.constexpr, old, y, maps, settings):
     """Return the tile of new stream i in fp32."""
-    mixed = maps[i][:, None] * y
-    for j in tl.static_range(settings.n):
-        # a sum of two products could be fused in two ways, with different bits
-        mixed = tl.fma(maps[settings.n + i * settings.n + j][:, None], old[j], mixed)
+    # a sum of two products could be fused in two ways, with different bits
+    if settings.identity:
+        mixed = tl.fma(tl.broadcast_to(maps[i][:, None], y.shape), y, old[i])
+    else:
+        mixed = maps[i][:, None] * y
+        for j in tl.static_range(settings.n):
+            mixed = tl.fma(maps[settings.n + i * settings.n + j][:, None], old[j], mixed)
     return mixed
 
 
@@ -256,22 +278,23 @@ def write_backward(grads, grad_maps, maps, sources, grad_sources, at_x, at_y, ma
     grads: the gradients of the tiles of X'. grad_maps: those of H_post, and of the transposed H_res.
     """
     n: tl.constexpr = settings.n
-    x_ptr, output_ptr, _, _ = sources
-    grad_x_ptr, grad_output_ptr, _, _ = grad_sources
-    y = load_fp32(output_ptr, at_y, mask)
+    y = load_fp32(sources[1], at_y, mask)
     grad_y = tl.zeros_like(y)
     sums = ()
     for i in tl.static_range(n):
         grad_y += maps[i][:, None] * grads[i]
         sums += (grad_maps[i] + tl.sum(grads[i] * y, axis=1),)
-    store_as(grad_output_ptr, at_y, grad_y, mask)
+    store_as(grad_sources[1], at_y, grad_y, mask)
     for j in tl.static_range(n):
-        old = load_fp32(x_ptr + at_x, j * d, mask)
-        grad_old = tl.zeros_like(old)
-        for i in tl.static_range(n):
-            grad_old += maps[n + i * n + j][:, None] * grads[i]
-            sums += (grad_maps[n + j * n + i] + tl.sum(grads[i] * old, axis=1),)
-        store_as(grad_x_ptr + at_x, j * d, grad_old, mask)
+        if settings.identity:
+            store_as(grad_sources[0] + at_x, j * d, grads[j], mask)
+        else:
+            old = load_fp32(sources[0] + at_x, j * d, mask)
+            grad_old = tl.zeros_like(old)
+            for i in tl.static_range(n):
+                grad_old += maps[n + i * n + j][:, None] * grads[i]
+                sums += (grad_maps[n + j * n + i] + tl.sum(grads[i] * old, axis=1),)
+            store_as(grad_sources[0] + at_x, j * d, grad_old, mask)
     return sums
 
 
@@ -279,20 +302,19 @@ def write_backward(grads, grad_maps, maps, sources, grad_sources, at_x, at_y, ma
 def store_grad_maps(grad_sources, grad_maps, p, mask_p, settings):
     """Store the gradients of H_post, and of the transposed H_res."""
     n: tl.constexpr = settings.n
-    _, _, grad_post_ptr, grad_res_ptr = grad_sources
     for i in tl.static_range(n):
-        store_as(grad_post_ptr + p * n, i, grad_maps[i], mask_p)
-        for j in tl.static_range(n):
-            store_as(grad_res_ptr + p * n * n, i * n + j, grad_maps[n + j * n + i], mask_p)
+        store_as(grad_sources[2] + p * n, i, grad_maps[i], mask_p)
+        if not settings.identity:
+            for j in tl.static_range(n):
+                store_as(grad_sources[3] + p * n * n, i * n + j, grad_maps[n + j * n + i], mask_p)
 
 
 @triton.jit
 def _write(sources, new_ptr, positions, d, settings):
-    x_ptr, output_ptr, _, _ = sources
     p, mask_p = rows(positions, settings)
     _, _, at_x, at_y, mask = tile(p, mask_p, tl.program_id(1) * settings.columns, d, settings)
     maps = load_maps(sources, p, mask_p, settings)
-    y = load_fp32(output_ptr, at_y, mask)
-    old = load_tiles(x_ptr, at_x, mask, d, settings)
+    y = load_fp32(sources[1], at_y, mask)
+    old = load_tiles(sources[0], at_x, mask, d, settings)
     for i in tl.static_range(settings.n):
         store_as(new_ptr + at_x, i * d, mixed_tile(i, old, y, maps, settings), mask)

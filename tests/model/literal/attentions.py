@@ -142,4 +142,35 @@ def moda(
     return causal(m, now.q, now.k, now.v, lambda t, g: [(keys[g], values[g]) for keys, values in entries[t]])
 
 
-ATTENTIONS = {"self_attention": self_attention, "depth_attention": depth_attention, "moda": moda}
+def value_residual(m: Model, now: Pass, before: list[Pass], weights: str = "learned") -> Heads:
+    """v <- a v + b v_0, arXiv 2410.17897"""
+    if before:
+        learned = m.p.get(f"layers.{now.place}.attention.value_weights")
+        a, b = (0.5, 0.5) if weights == "fixed" else learned
+        mixed = [
+            [a * v + b * v_0 for v, v_0 in zip(*heads, strict=True)] for heads in zip(now.v, before[0].v, strict=True)
+        ]
+        return causal(m, now.q, now.k, mixed)
+    return causal(m, now.q, now.k, now.v)
+
+
+def shared_kv(m: Model, now: Pass, before: list[Pass], reuse: str = "every_second", last_k: int | None = None) -> Heads:
+    """Some layers attend to the keys and values of an earlier layer of the same loop."""
+    layers = len(m.attending)
+    if reuse == "every_second":
+        source = now.layer // 2 * 2
+    elif reuse == "upper_half":
+        source = min(now.layer, math.ceil(layers / 2) - 1)
+    else:
+        source = min(now.layer, layers - (last_k or 3 * layers // 7) - 1)
+    kept = now if source == now.layer else before[len(before) // layers * layers + source]
+    return causal(m, now.q, kept.k, kept.v)
+
+
+ATTENTIONS = {
+    "self_attention": self_attention,
+    "depth_attention": depth_attention,
+    "moda": moda,
+    "value_residual": value_residual,
+    "shared_kv": shared_kv,
+}

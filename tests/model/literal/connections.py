@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .parts import Model, linear, rms_normed, softmax, weighted_sum
+from .parts import Model, linear, norm, rms_normed, softmax, weighted_sum
 
 
 def residual(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
@@ -42,22 +42,39 @@ def attention_residuals(
     block_size: int | None = None,
     query: str = "static",
     mixing: str = "softmax",
-    key_norm: bool = True,
+    key_norm: bool | str = True,
+    values: str = "raw",
+    scale: bool = False,
+    separate_qkv: int | list[int] | None = None,
 ) -> list[Tensor]:
     """h = sum_j alpha_j b_j, alpha = softmax_j(w . RMSNorm(b_j)), arXiv 2603.15031.
 
     b_0 is the embedding, b_n the sum of the outputs of block n. The current block counts with its outputs so far.
+    Inkling 2: the values are normalized too, and q, k and v have queries of their own in some layers.
     """
+    layer, apart = s // 2, separate_qkv or []
+    apart = list(range(apart - 1, m.depth, apart)) if isinstance(apart, int) else apart
+    reads = 3 if s % 2 == 0 and layer in apart else 1
+    if values == "normed" and s == 0:
+        return [x_0] * reads
     block_size = block_size or math.ceil(2 * m.depth / 8)
     b = [x_0] + [sum(f[start : start + block_size]) for start in range(0, s, block_size)]
     own = f"connections.{s}"
     if mixing == "scalars":
         return [weighted_sum(softmax(list(m.p[f"{own}.scores"])), b)]
-    w = m.p[f"{own}.query"] if query == "static" else m.p[f"{own}.query_proj.weight"] @ b[-1]
-    keys = [rms_normed(m, b_j) * m.p[f"{own}.key_norm"] for b_j in b] if key_norm else b
-    scores = [torch.dot(w, key) for key in keys]
-    alpha = softmax(scores) if mixing == "softmax" else [torch.sigmoid(score) for score in scores]
-    return [weighted_sum(alpha, b)]
+    normed = [rms_normed(m, b_j) for b_j in b]
+    inputs = []
+    for read in range(reads):
+        w = m.p[f"{own}.query"] if query == "static" else m.p[f"{own}.query_proj.weight"] @ b[-1]
+        keys = normed if key_norm else b
+        if key_norm is True:
+            weight = m.p[f"{own}.key_norm"]
+            keys = [(weight[read] if reads == 3 else weight) * key for key in keys]
+        w = w[read] if reads == 3 else w
+        scores = [torch.dot(w, key) / (math.sqrt(len(w)) if scale else 1) for key in keys]
+        alpha = softmax(scores) if mixing == "softmax" else [torch.sigmoid(score) for score in scores]
+        inputs.append(weighted_sum(alpha, normed if values == "normed" else b))
+    return inputs
 
 
 def attention_residuals_recency(
@@ -121,7 +138,7 @@ def dca(
     return [g(read) for read in range(3 if separate_qkv and s < 2 * m.depth else 1)]
 
 
-Coefficients = tuple[Tensor, Tensor, Tensor]
+Coefficients = tuple[Tensor, Tensor, Tensor | None]
 
 
 def through_streams(
@@ -132,14 +149,22 @@ def through_streams(
     num_streams: int,
     collapse: str,
     coefficients: Callable[[int, list[Tensor]], Coefficients],
+    lagged: bool = False,
 ) -> list[Tensor]:
     """X <- H_res X + H_post^T f(H_pre X) over n streams that start as copies of the embedding."""
     n = num_streams
-    x = [x_0] * n
+    x = before = [x_0] * n
     for i in range(s):
-        _, post, res = coefficients(i, x)
-        x = [sum(res[a, b] * x[b] for b in range(n)) + post[a] * f[i] for a in range(n)]
+        _, post, res = coefficients(i, before if lagged else x)
+        before = x
+        if res is None:
+            x = [x[a] + post[a] * f[i] for a in range(n)]
+        else:
+            x = [sum(res[a, b] * x[b] for b in range(n)) + post[a] * f[i] for a in range(n)]
     if s < 2 * m.depth:
+        pre, _, _ = coefficients(s, before if lagged else x)
+        return [weighted_sum(list(pre), x)]
+    if collapse == "gated":
         pre, _, _ = coefficients(s, x)
         return [weighted_sum(list(pre), x)]
     if collapse == "learned":
@@ -179,29 +204,73 @@ def mhc(
     num_streams: int = 4,
     iterations: int = 20,
     collapse: str = "mean",
+    residual: str = "sinkhorn",
+    norm: str = "weighted",
+    post_scale: float = 2.0,
+    pre_eps: float = 0.0,
+    post_eps: float = 0.0,
+    res_eps: float = 0.0,
+    start: str = "vanilla",
+    lagged: bool = False,
 ) -> list[Tensor]:
-    """arXiv 2512.24880: hyper-connections whose H_res is doubly stochastic and whose H_pre, H_post are positive."""
+    """arXiv 2512.24880: hyper-connections whose H_res is doubly stochastic and whose H_pre, H_post are positive.
+
+    DeepSeek-V4 and Hunyuan V4: epsilons, a norm without a weight, H_res = 1, a gated sum at the end.
+    """
     n = num_streams
 
     def coefficients(i: int, x: list[Tensor]) -> Coefficients:
         own = f"connections.{i}"
-        product = m.p[f"{own}.phi"] @ (rms_normed(m, torch.cat(x)) * m.p[f"{own}.norm"])
-        alpha, bias = m.p[f"{own}.alpha"], m.p[f"{own}.bias"]
-        pre = alpha[0] * product[:n] + bias[:n]
-        post = alpha[1] * product[n : 2 * n] + bias[n : 2 * n]
+        x = rms_normed(m, torch.cat(x))
+        if i == 2 * m.depth:
+            own = f"{own}.collapse"
+        elif norm == "weighted":
+            x = x * m.p[f"{own}.norm"]
+        product, alpha, bias = m.p[f"{own}.phi"] @ x, m.p[f"{own}.alpha"], m.p[f"{own}.bias"]
+        pre = torch.sigmoid(alpha[0] * product[:n] + bias[:n]) + pre_eps
+        if i == 2 * m.depth:
+            return pre, pre, None
+        post = post_scale * torch.sigmoid(alpha[1] * product[n : 2 * n] + bias[n : 2 * n]) + post_eps
+        if residual == "identity":
+            return pre, post, None
         res = alpha[2] * product[2 * n :] + bias[2 * n :]
-        return torch.sigmoid(pre), 2 * torch.sigmoid(post), sinkhorn_knopp(res.view(n, n), iterations)
+        return pre, post, sinkhorn_knopp(res.view(n, n), iterations, res_eps)
 
-    return through_streams(m, s, x_0, f, n, collapse, coefficients)
+    return through_streams(m, s, x_0, f, n, collapse, coefficients, lagged)
 
 
-def sinkhorn_knopp(logits: Tensor, iterations: int) -> Tensor:
+def sinkhorn_knopp(logits: Tensor, iterations: int, eps: float = 0.0) -> Tensor:
     """Normalize columns, then rows, in each iteration. Entry [i, j]: from stream j to stream i."""
     matrix = torch.exp(logits)
-    for _ in range(iterations):
-        matrix = matrix / matrix.sum(dim=0)[None, :]
-        matrix = matrix / matrix.sum(dim=1)[:, None]
+    for iteration in range(iterations):
+        columns = matrix.sum(dim=0)[None, :]
+        matrix = matrix / (columns + eps) if iteration else matrix / columns + eps
+        matrix = matrix / (matrix.sum(dim=1)[:, None] + eps)
     return matrix
+
+
+def qwen4_exp(m: Model, s: int, x_0: Tensor, f: list[Tensor], num_streams: int = 4, rank: int = 320) -> list[Tensor]:
+    """h = mean_i g_i * RMSNorm_i(X_i), X_k <- X_k + 2 sigmoid(W_inject x / n)_k f, transformers 5.23.0."""
+    n, x = num_streams, [x_0] * num_streams
+
+    def normed(i: int) -> list[Tensor]:
+        return [rms_normed(m, x_k) * weight for x_k, weight in zip(x, m.p[f"connections.{i}.norm"], strict=True)]
+
+    for i in range(s):
+        inject = 2 * torch.sigmoid(m.p[f"connections.{i}.inject.weight"] @ torch.cat(normed(i)) / n)
+        x = [x_k + inject_k * f[i] for x_k, inject_k in zip(x, inject, strict=True)]
+    low = m.p[f"connections.{s}.down.weight"] @ torch.cat(normed(s)) / n
+    gate = torch.sigmoid(m.p[f"connections.{s}.up.weight"] @ (low * torch.sigmoid(low)))
+    return [sum(g * x_k for g, x_k in zip(gate.view(n, -1), normed(s), strict=True)) / n]
+
+
+def gated_residual(m: Model, s: int, x_0: Tensor, f: list[Tensor], temperature: float = 0.3) -> list[Tensor]:
+    """h <- alpha h + beta f(h), alpha^2 + beta^2 = 1, transformers 5.23.0."""
+    h = x_0
+    for i in range(s):
+        beta = torch.sigmoid(m.p[f"connections.{i}.gate"] / temperature)
+        h = torch.sqrt((1 - beta**2).clamp(min=1e-3)) * h + beta * f[i]
+    return [h]
 
 
 def laurel(
@@ -270,7 +339,86 @@ def mrla(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
     return [h]
 
 
+def embedding_skip(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
+    """h <- a_l h + b_l x_0 before layer l"""
+    h = x_0
+    for i in range(s + 1):
+        if i % 2 == 0 and i < 2 * m.depth:
+            a, b = m.p[f"connections.{i}.weight"]
+            h = a * h + b * x_0
+        if i < s:
+            h = h + f[i]
+    return [h]
+
+
+def unet_skip(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
+    """h <- h + c X_l before the layer that as many layers follow as precede layer l."""
+    h, x = x_0, [x_0]
+    for i in range(s + 1):
+        layer = i // 2
+        if i % 2 == 0 and i < 2 * m.depth and layer >= math.ceil(m.depth / 2):
+            h = h + m.p[f"connections.{i}.c"][0] * x[m.depth - layer]
+        if i < s:
+            h = h + f[i]
+        if i % 2 == 1:
+            x.append(h)
+    return [h]
+
+
+def layer_scale(m: Model, s: int, x_0: Tensor, f: list[Tensor], start: float | None = None) -> list[Tensor]:
+    """h <- h + diag(lambda) f(h), arXiv 2103.17239"""
+    return [x_0 + sum(m.p[f"connections.{i}.scale"] * f[i] for i in range(s))]
+
+
+def deepnorm(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
+    """h <- Norm(alpha h + f(h)), arXiv 2203.00555; the last norm is that before the head."""
+    h = x_0
+    for i in range(s):
+        total = (2 * m.depth) ** 0.25 * h + f[i]
+        h = norm(m, f"connections.{i + 1}.norm", total) if i + 1 < 2 * m.depth else total
+    return [h]
+
+
+def ddl(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
+    """h <- h + beta k (v - k . h), arXiv 2601.00417, with values of width 1"""
+    h = x_0
+    for i in range(s):
+        beta = 2 * torch.sigmoid(linear(m, f"connections.{i}.beta", rms_normed(m, h)))
+        v = 4 * torch.sigmoid(linear(m, f"connections.{i}.value", h))
+        k = f[i] / torch.sqrt(torch.dot(f[i], f[i]) + 1e-10)
+        h = h + beta * (v - torch.dot(k, h)) * k
+    return [h]
+
+
+def mudd(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
+    """A = GELU(RMSNorm(X_i) W_1) W_2 + a; x_c = sum_j A_cj X_j for q, k, v and the residual, arXiv 2502.12170"""
+
+    def sums(i: int) -> list[Tensor]:
+        own = f"connections.{2 * i}"
+        low = m.p[f"{own}.w_1.weight"] @ rms_normed(m, x[i])
+        low = 0.5 * low * (1 + torch.erf(low / math.sqrt(2)))
+        weights = (m.p[f"{own}.w_2.weight"] @ low).view(m.p[f"{own}.a"].shape) + m.p[f"{own}.a"]
+        return [weighted_sum(list(row), x) for row in weights]
+
+    x = [x_0]
+    for i in range(s // 2):
+        residual = sums(i)[-1] if i else x_0
+        x.append(residual + f[2 * i] + f[2 * i + 1])
+    layer = s // 2
+    if layer == 0:
+        return [x_0 if s == 0 else x_0 + f[0]]
+    if s % 2 == 1:
+        return [sums(layer)[-1] + f[s - 1]]
+    return sums(layer)[:3]
+
+
 CONNECTIONS = {
+    "embedding_skip": embedding_skip,
+    "unet_skip": unet_skip,
+    "layer_scale": layer_scale,
+    "deepnorm": deepnorm,
+    "ddl": ddl,
+    "mudd": mudd,
     "residual": residual,
     "denseformer": denseformer,
     "attention_residuals": attention_residuals,
@@ -278,6 +426,8 @@ CONNECTIONS = {
     "dca": dca,
     "hyper_connections": hyper_connections,
     "mhc": mhc,
+    "qwen4_exp": qwen4_exp,
+    "gated_residual": gated_residual,
     "laurel": laurel,
     "rezero": rezero,
     "highway": highway,

@@ -90,6 +90,8 @@ def project(m: Model, layer: int, inputs: list[list[Tensor]]) -> Pass:
     for t, (q_in, k_in, v_in) in enumerate(normed_inputs(m, layer, inputs)):
         if m.mixer(layer) == "latent":
             q, k, v = latent_heads(m, name, q_in, k_in, v_in)
+        elif f"{name}.k_proj.weight" not in m.p:
+            q, k, v = normed_heads(m, f"{name}.q_proj", f"{name}.q_norm", q_in, t), [], []
         else:
             q = normed_heads(m, f"{name}.q_proj", f"{name}.q_norm", q_in, t)
             k = normed_heads(m, f"{name}.k_proj", f"{name}.k_norm", k_in, t)
@@ -104,15 +106,20 @@ def project(m: Model, layer: int, inputs: list[list[Tensor]]) -> Pass:
 
 def pre_norm(m: Model, name: str, inputs: list[Tensor]) -> list[Tensor]:
     """Normalize the inputs of f(norm(x)). If there are three inputs, each has its own norm."""
-    if m.backbone.norm_placement != "pre":
+    if m.backbone.norm_placement not in ("pre", "both"):
         return inputs
-    if len(inputs) == 1:
+    if f"{name}.weight" in m.p:
+        # a layer that reuses keys and values reads only the input of q
         return [norm(m, name, inputs[0])]
+    # a layer of which another loop has three inputs
+    inputs = inputs if len(inputs) == 3 else inputs * 3
     return [norm(m, f"{name}.{i}", x) for i, x in enumerate(inputs)]
 
 
 def post_norm(m: Model, name: str, output: Tensor) -> Tensor:
     """Return norm(f(x)), before anything else uses the output."""
+    if m.backbone.norm_placement == "both":
+        return norm(m, name.replace("_norm", "_post_norm"), output)
     return norm(m, name, output) if m.backbone.norm_placement == "post" else output
 
 

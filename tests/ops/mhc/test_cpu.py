@@ -5,13 +5,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from depthlm.ops.mhc import naive
-from depthlm.ops.mhc.cpu import Parameters, Pending, mhc_maps, normed_projection, read_streams, sinkhorn, write_streams
+from depthlm.ops.mhc.cpu import (
+    Form,
+    Parameters,
+    Pending,
+    mhc_maps,
+    normed_projection,
+    read_streams,
+    sinkhorn,
+    write_streams,
+)
 
 from ..inputs import normal
 
 
-def written(x: torch.Tensor, *pending: torch.Tensor) -> torch.Tensor:
-    return write_streams(x, Pending(*pending))
+def written(x: torch.Tensor, y: torch.Tensor, post: torch.Tensor, res: torch.Tensor | None = None) -> torch.Tensor:
+    return write_streams(x, Pending(y, post, res))
 
 
 @settings(max_examples=10)
@@ -20,21 +29,29 @@ def test_read_and_write_streams(n: int, t: int, d: int) -> None:
     pre, post, res = normal(2, t, n), normal(2, t, n, seed=1), normal(2, t, n, n, seed=2)
     x, y = normal(2, t, n, d, seed=3), normal(2, t, d, seed=4)
     torch.testing.assert_close(read_streams(pre, x), naive.read_streams(pre, x))
-    torch.testing.assert_close(written(x, y, post, res), naive.write_streams(x, Pending(y, post, res)))
+    for maps in ((post, res), (post,)):
+        pending = Pending(y, post, res if len(maps) == 2 else None)
+        torch.testing.assert_close(write_streams(x, pending), naive.write_streams(x, pending))
+        assert torch.autograd.gradcheck(written, (x, y, *maps))
     assert torch.autograd.gradcheck(read_streams, (pre, x))
-    assert torch.autograd.gradcheck(written, (x, y, post, res))
 
 
 @settings(max_examples=10)
-@given(n=st.integers(1, 3), d=st.integers(1, 4), iterations=st.integers(1, 4))
-def test_maps(n: int, d: int, iterations: int) -> None:
-    m = n * (n + 2)
-    x = normal(2, 3, n, d)
-    parameters = Parameters(normal(m, n * d, seed=1), normal(n * d, seed=2), normal(3, seed=3), normal(m, seed=4))
-    results = [maps(x, parameters, 1e-5, iterations) for maps in (mhc_maps, naive.mhc_maps)]
+@given(
+    n=st.integers(1, 3), d=st.integers(1, 4), iterations=st.integers(1, 4), weighted=st.booleans(),
+    identity=st.booleans(), form=st.builds(Form, *[st.sampled_from([0.0, 0.1])] * 4),
+)  # fmt: skip
+def test_maps(n: int, d: int, iterations: int, weighted: bool, identity: bool, form: Form) -> None:
+    m, factors = (2 * n, 2) if identity else (n * (n + 2), 3)
+    x, norm = normal(2, 3, n, d), normal(n * d, seed=2) if weighted else None
+    parameters = Parameters(normal(m, n * d, seed=1), norm, normal(factors, seed=3), normal(m, seed=4))
+    results = [maps(x, parameters, 1e-5, iterations, form) for maps in (mhc_maps, naive.mhc_maps)]
     torch.testing.assert_close(*results)
-    along = [normal(*x.shape, seed=5).detach() for x in results[0]]
-    torch.testing.assert_close(*(torch.autograd.grad(result, [x, *parameters], along) for result in results))
+    assert (results[0].res_btij is None) == identity
+    results = [[y for y in result if y is not None] for result in results]
+    along = [normal(*y.shape, seed=5).detach() for y in results[0]]
+    inputs = [x, *(y for y in parameters if y is not None)]
+    torch.testing.assert_close(*(torch.autograd.grad(result, inputs, along) for result in results))
 
 
 @settings(max_examples=10)
@@ -47,11 +64,11 @@ def test_normed_projection(n: int, w: int, m: int, eps: float) -> None:
 
 
 @settings(max_examples=15)
-@given(n=st.integers(1, 5), iterations=st.integers(1, 6))
-def test_sinkhorn(n: int, iterations: int) -> None:
+@given(n=st.integers(1, 5), iterations=st.integers(1, 6), eps=st.sampled_from([0.0, 1e-6, 0.1]))
+def test_sinkhorn(n: int, iterations: int, eps: float) -> None:
     logits = normal(2, 3, n, n)
-    torch.testing.assert_close(sinkhorn(logits, iterations), naive.sinkhorn(logits, iterations))
-    assert torch.autograd.gradcheck(lambda x: sinkhorn(x, iterations), (logits,))
+    torch.testing.assert_close(sinkhorn(logits, iterations, eps), naive.sinkhorn(logits, iterations, eps))
+    assert torch.autograd.gradcheck(lambda x: sinkhorn(x, iterations, eps), (logits,))
 
 
 def test_sinkhorn_of_large_logits_is_finite() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from depthlm.ops.backend import using
-from depthlm.ops.mhc.cpu import Parameters, Pending
+from depthlm.ops.mhc.cpu import PAPER, Form, Parameters, Pending
 from depthlm.ops.mhc.naive import mhc_post_pre
 
 from ..compiling import compile_kernels, types_of_streams
@@ -61,6 +61,42 @@ def test_outputs_and_gradients_equal_pytorch(n: int, t: int, d: int, pending: bo
     single, double = low(arguments(n, d, t), torch.float32)
     found = results("triton", single, pending, iterations)
     assert_same(found, results("naive", double, pending, iterations), 1e-5)
+
+
+# DeepSeek-V4, and Hunyuan V4, whose H_res is the identity
+SHIPPED = {False: Form(pre_eps=1e-2, res_eps=1e-2), True: Form(1.5, pre_eps=1e-2, post_eps=1e-2)}
+
+
+def results_of_form(kernels: str, inputs: list[Tensor], pending: bool, identity: bool) -> list[Tensor]:
+    """Return the outputs and gradients of a norm without a weight, and without the inputs of an H_res of identity."""
+    n = inputs[0].shape[2]
+    x, phi, _, alpha, bias, *written = inputs
+    if identity:
+        phi, alpha, bias, written = phi[: 2 * n], alpha[:2], bias[: 2 * n], written[:2]
+    leaves = [y.detach().requires_grad_() for y in (x, phi, alpha, bias, *(written if pending else []))]
+    x, phi, alpha, bias, *written = leaves
+    waiting = Pending(*written, *[None] * identity) if pending else None
+    with using(kernels):
+        outputs = mhc_post_pre(x, waiting, Parameters(phi, None, alpha, bias), 1e-5, 4, form=SHIPPED[identity])
+    assert (outputs[3] is None) == identity
+    outputs = [y for y in outputs if y is not None]
+    generator = torch.Generator().manual_seed(9)
+    along = [torch.randn(y.shape, dtype=torch.float64, generator=generator).to(y) for y in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, along)]
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+@pytest.mark.parametrize("identity", [False, True])
+@pytest.mark.parametrize("pending", [False, True])
+@pytest.mark.parametrize(("n", "d"), [(4, 40), (3, 7), (1, 5)])
+def test_the_forms_that_models_ship_with_equal_the_definition(
+    n: int, d: int, pending: bool, identity: bool, kernels: str
+) -> None:
+    single, double = low(arguments(n, d, 9), torch.float32)
+    found, expected = (
+        results_of_form(which, inputs, pending, identity) for which, inputs in ((kernels, single), ("naive", double))
+    )
+    assert_close(map(str, range(12)), found, expected, 1e-5)
 
 
 @pytest.mark.parametrize(("n", "d"), [(2, 70), (4, 40)])
@@ -155,20 +191,28 @@ def test_results_are_bitwise_reproducible() -> None:
 @pytest.mark.parametrize(("n", "d"), [(2, 70), (3, 8)])
 def test_a_write_alone_returns_the_same_bits(n: int, d: int) -> None:
     x, phi, norm, alpha, bias, *pending = [y.float() for y in arguments(n, d, 9)]
-    new = triton_ops.forward([x, *pending], [phi, norm, bias, alpha], 1e-5, 1, torch.float32)[1]
+    settings = 1e-5, 1, list(PAPER), torch.float32
+    new = triton_ops.forward([x, *pending], [phi, norm, bias, alpha], *settings)[1]
     assert torch.equal(triton_streams.write_streams([x, *pending]), new)
+    identity = [y[: 2 * n] for y in (phi, bias)]
+    new = triton_ops.forward([x, *pending[:2]], [*identity, alpha[:2]], *settings)[1]
+    assert torch.equal(triton_streams.write_streams([x, *pending[:2]]), new)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("identity", [False, True])
 @pytest.mark.parametrize("pending", [False, True])
-def test_operators_pass_opcheck(pending: bool) -> None:
+def test_operators_pass_opcheck(pending: bool, identity: bool) -> None:
     x, phi, norm, alpha, bias, *written = [x.float() for x in arguments(2, 8, 3, b=1)]
     sources = [x, *written] if pending else [x]
-    parameters, settings = [phi, norm, bias, alpha], (1e-5, 3, torch.float32)
+    parameters, settings = [phi, norm, bias, alpha], (1e-5, 3, list(PAPER), torch.float32)
+    if identity:
+        sources, parameters = sources[:3], [phi[:4], bias[:4], alpha[:2]]
     inputs = (sources, parameters, *settings)
     torch.library.opcheck(triton_ops.forward, inputs)
-    read, new, post, res, *kept = triton_ops.forward(*inputs)
-    grads = [torch.ones_like(read), torch.ones_like(new), post, res]
+    read, new, *outputs = triton_ops.forward(*inputs)
+    maps, kept = outputs[: 1 if identity else 2], outputs[1 if identity else 2 :]
+    grads = [torch.ones_like(read), torch.ones_like(new), *maps]
     torch.library.opcheck(triton_ops.backward, (grads, sources, new if pending else x, parameters, kept, *settings))
     if pending:
         torch.library.opcheck(triton_streams.write_streams, (sources,))
@@ -207,12 +251,12 @@ def test_the_kernels_compile_for_gpus() -> None:
     kernels, writes, exact = [], [], "*fp32"
     for streams in ("*fp32", "*bf16"):
         for product, dtype in (("*fp32", torch.float32), ("*bf16", torch.bfloat16)):
-            for n, pending in ((4, True), (4, False), (2, True)):
-                types = types_of_streams(streams, product, pending, n, triton_ops.COLUMNS, dtype) | {
+            for n, pending, identity in ((4, True, False), (4, False, False), (2, True, False), (4, True, True)):
+                types = types_of_streams(streams, product, pending, n, triton_ops.COLUMNS, dtype, identity) | {
                     "parameters": [product, exact, exact],
-                    "outputs": [streams, streams, *[exact] * 4],
+                    "outputs": [streams, streams, *[exact] * (3 if identity else 4)],
                     "kept": [exact, exact],
-                    "scratch": [streams, exact, exact],
+                    "scratch": [streams, exact, *([] if identity else [exact])],
                     "iterations": "i32",
                 }
                 kernels += [("_forward", types, {}), ("_backward", types, {})]

@@ -1,0 +1,92 @@
+"""MUDD, multiway dynamic dense connections (MUDDFormer, arXiv 2502.12170).
+
+    A = GELU(RMS(X_i) W_1) W_2 + a,  x_c = sum_{j <= i} A_cj X_j  for c = q, k, v, r
+
+before layer i + 1, with the embedding X_0 and the output X_j of layer j. q, k and v of its attention have inputs of
+their own, and x_r is its residual stream. One more sum gives the final hidden state.
+
+X_0 ... X_i -+-> A -> x_q, x_k, x_v -> attention -(+)-> MLP -(+)-> X_{i+1}
+             `------> x_r ----------------------^
+
+Shapes: c inputs, n sources, b batch, t tokens, d hidden size.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from depthlm.mechanisms.attention_residuals import Projection
+from depthlm.model.connection import Connection, Cost, Inputs
+from depthlm.model.figures import Figure
+from depthlm.model.layers import Linear
+from depthlm.model.shape import Backbone, Size, SublayerSpec
+from depthlm.ops.depth_reduce import weighted_sum
+from depthlm.ops.dtypes import upcast
+from depthlm.ops.functions import rms_norm
+
+
+class State(NamedTuple):
+    """blocks: X_0, ..., X_i. h: the residual stream within layer i + 1, and X_i between layers."""
+
+    blocks: tuple[Tensor, ...]
+    h: Tensor
+
+
+class Mudd(Connection):
+    """Dynamic weighted sums of all layer outputs, initially X_i, so that the decoder equals vanilla.
+
+    Layer 0 reads the embedding. W_1 is as wide as there are weights, as in the code of the authors.
+    """
+
+    colour = "#E7298A"
+
+    def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
+        super().__init__(spec, size, backbone)
+        self.eps = backbone.norm_eps
+        self.reads_all = spec.kind != "mlp" and spec.layer > 0
+        if self.reads_all:
+            d, n = size.hidden_size, spec.layer + 1
+            self.num_inputs = 3 if spec.kind == "attention" else 1
+            self.num_sums = 4 if spec.kind == "attention" else 1
+            self.a = nn.Parameter(torch.empty(self.num_sums, n))
+            self.optimizer_settings = {"a": {"weight_decay": 0.0}}
+            self.w_1 = Linear(d, self.num_sums * n, bias=False)
+            self.w_2 = Projection(self.num_sums * n, self.num_sums * n, bias=False)
+            # X_i is read for A
+            self.cost = Cost(2.0 * self.num_sums * n * d, float(d * (1 + self.num_sums * (n + 1))))
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
+        tensor[:, -1] = 1.0
+
+    def open(self, embedding_btd: Tensor) -> State:
+        return State((embedding_btd,), embedding_btd)
+
+    def read(self, state: State, weights: Tensor | None = None) -> tuple[Inputs, Tensor]:
+        """Return the inputs, and the residual stream to which the output is added."""
+        weights = self.weights(state) if weights is None else weights
+        if weights is None:
+            return (state.h,), state.h
+        *inputs, residual = (weighted_sum(weight_nbt, state.blocks) for weight_nbt in weights)
+        return tuple(inputs) or (residual,), residual
+
+    def weights(self, state: State) -> Tensor | None:
+        """Return A_cnbt."""
+        if not self.reads_all:
+            return None
+        newest = rms_norm(state.blocks[-1], None, self.eps)
+        dynamic = upcast(self.w_2(F.gelu(self.w_1(newest)))).unflatten(-1, self.a.shape)
+        return (dynamic + self.a).permute(2, 3, 0, 1)
+
+    def write(self, state: State, output_btd: Tensor, carry: Tensor) -> State:
+        h = carry + output_btd
+        return State(state.blocks if self.spec.kind == "attention" else (*state.blocks, h), h)
+
+    def figures(self, state: State) -> list[Figure]:
+        weights = self.weights(state)
+        if weights is None:
+            return []
+        panels = ("q", "k", "v", "residual")[-self.num_sums :]
+        axes, columns = ("panel", "source", "batch", "token"), "source (0: embedding, j: output of layer j)"
+        return [Figure("weights", weights, axes, "what each layer reads", columns, panels)]

@@ -1,0 +1,97 @@
+"""Gated streams of Qwen4-Exp (transformers 5.23.0, `Qwen4ExpTextGatedResidual`): n streams, read through a gate.
+
+    x_i = RMSNorm_i(X_i),  g = sigmoid(W_up silu(W_down vec(x) / n)) in R^(n D)
+    h = mean_i g_i * x_i,  X_k <- X_k + 2 sigmoid(W_inject vec(x) / n)_k f(h)
+
+The sum is over the normalized streams, and no stream is mixed with another. One more read gives the final hidden state.
+X_btnd are n streams of width D, which start as copies of the embedding:
+
+    X_btnd -+-> norm -+-> W_down, W_up -> g -> * -> mean -> sublayer f -> * W_inject x -(+)-> X_btnd
+            |         `-------------------------^                                        |
+            `----------------------------------------------------------------------------'
+
+Shapes: b batch, t tokens, n streams, d hidden size.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from depthlm.mechanisms.hyper_connections import copies
+from depthlm.model.connection import Connection, Cost, Inputs
+from depthlm.model.figures import Figure
+from depthlm.model.layers import Linear
+from depthlm.model.settings import at_least, check
+from depthlm.model.shape import Backbone, Size, SublayerSpec
+from depthlm.ops.dtypes import upcast
+from depthlm.ops.mhc.cpu import Pending, write_streams
+
+
+class State(NamedTuple):
+    streams: Tensor
+
+
+class Gates(NamedTuple):
+    """What a read multiplies the streams by, with the norm in it, and what a write multiplies the output by."""
+
+    read_btnd: Tensor
+    write_btn: Tensor | None
+
+
+class Qwen4Exp(Connection):
+    """Every sublayer reads a gated mean of the normalized streams, and writes to each stream with a gate of its own.
+
+    num_streams: n. rank: of the gate, the width between W_down and W_up.
+    """
+
+    colour = "#B2182B"
+
+    def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, num_streams: int = 4, rank: int = 320):
+        super().__init__(spec, size, backbone)
+        check(at_least(1, num_streams=num_streams, rank=rank))
+        n, d = num_streams, size.hidden_size
+        self.num_streams = n
+        self.eps = backbone.norm_eps
+        self.norm = nn.Parameter(torch.empty(n, d))
+        self.optimizer_settings = {"norm": {"weight_decay": 0.0}}
+        self.down = Linear(n * d, rank, bias=False)
+        self.up = Linear(rank, n * d, bias=False)
+        if spec.kind != "final":
+            self.inject = Linear(n * d, n, bias=False)
+        # the norm reads and writes X, which both projections read; the gate written and read; X read for the sum, and
+        # the input written; X read and written with the output; all less the 3 of a residual connection
+        self.cost = Cost(2.0 * d * 2 * n, float(d * (9 * n + 2 - 3)))
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
+        tensor.fill_(1.0)
+
+    def open(self, embedding_btd: Tensor) -> State:
+        return State(copies(embedding_btd, self.num_streams))
+
+    def read(self, state: State, weights: Gates | None = None) -> tuple[Inputs, Tensor | None]:
+        read_btnd, write_btn = self.weights(state) if weights is None else weights
+        return ((read_btnd * state.streams).sum(2).to(state.streams.dtype),), write_btn
+
+    def weights(self, state: State) -> Gates:
+        x_btnd = upcast(state.streams)
+        scale_btnd = (x_btnd.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.norm
+        normed = (x_btnd * scale_btnd).to(state.streams.dtype).flatten(2)
+        gate = upcast(self.up(F.silu(self.down(normed) / self.num_streams))).sigmoid()
+        read_btnd = gate.unflatten(-1, scale_btnd.shape[2:]) * scale_btnd / self.num_streams
+        if self.spec.kind == "final":
+            return Gates(read_btnd, None)
+        return Gates(read_btnd, 2 * upcast(self.inject(normed) / self.num_streams).sigmoid())
+
+    def write(self, state: State, output_btd: Tensor, carry: Tensor) -> State:
+        return State(write_streams(state.streams, Pending(output_btd, carry, None)))
+
+    def figures(self, state: State) -> list[Figure]:
+        gates, stream = self.weights(state), ("stream", "batch", "token")
+        about = "the gated weight of each stream in a read, with its norm"
+        figures = [Figure("read", gates.read_btnd.movedim(2, 0), (*stream, "hidden"), about)]
+        if gates.write_btn is not None:
+            about = "where the output of a sublayer goes"
+            figures.append(Figure("write", gates.write_btn.movedim(-1, 0), stream, about))
+        return figures

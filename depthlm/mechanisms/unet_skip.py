@@ -1,0 +1,61 @@
+"""U-net skips, a line of the modded-nanogpt recipe: a layer of the upper half adds the output of its mirror image.
+
+    h <- h + c_l X_{L-l},  before layer l > L / 2
+
+with the output X_j of layer j = 1 ... L: the layer after the middle reads the newest of the stored outputs, the last
+layer that of the first. With an odd L, the middle layer has no skip.
+
+X_1 ... X_{L/2} --(the newest first)--> * c_l --(+)-> layer l -> h
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from depthlm.model.connection import Connection, Cost, Inputs
+from depthlm.model.figures import Figure
+from depthlm.model.shape import Backbone, Size, SublayerSpec
+
+
+class State(NamedTuple):
+    """outputs: X_1, X_2, ... of the lower half that no layer has read yet."""
+
+    h: Tensor
+    outputs: tuple[Tensor, ...] = ()
+
+
+class UnetSkip(Connection):
+    """A residual connection with one skip for each layer of the upper half, whose weight c is initially 1."""
+
+    colour = "#66A61E"
+
+    def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
+        super().__init__(spec, size, backbone)
+        half = spec.num_layers // 2
+        self.stores = spec.kind == "mlp" and spec.layer < half
+        self.adds = spec.kind == "attention" and spec.layer >= spec.num_layers - half
+        if self.adds:
+            self.c = nn.Parameter(torch.empty(1))
+            self.fp32_parameters = ("c",)
+            self.cost = Cost(2.0 * size.hidden_size, 3.0 * size.hidden_size)
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
+        tensor.fill_(1.0)
+
+    def open(self, embedding_btd: Tensor) -> State:
+        return State(embedding_btd)
+
+    def read(self, state: State, weights: None = None) -> tuple[Inputs, State]:
+        if not self.adds:
+            return (state.h,), state
+        *outputs, newest = state.outputs
+        h = (state.h + self.c * newest).to(state.h.dtype)
+        return (h,), State(h, tuple(outputs))
+
+    def write(self, state: State, output_btd: Tensor, carry: State) -> State:
+        h = carry.h + output_btd
+        return State(h, (*carry.outputs, h) if self.stores else carry.outputs)
+
+    def figures(self, state: State) -> list[Figure]:
+        return [Figure("c", self.c, ("panel",), "the weight of each skip")] if self.adds else []

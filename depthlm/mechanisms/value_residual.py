@@ -1,0 +1,64 @@
+"""Value residual (ResFormer, arXiv 2410.17897): the values of every layer are mixed with those of layer 0.
+
+    v_l <- a v_l + b v_0
+
+    v_0 of layer 0 --> * b --.
+    q, k, v ----> v -> * a -(+)-> v -> causal attention with q and k
+
+The KV cache stores the mixed values, so generation needs no other state.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from depthlm.model.attention.context import AttentionContext
+from depthlm.model.attention.self_attention import DepthKV, SelfAttention, causal_attention
+from depthlm.model.figures import Figure
+from depthlm.model.settings import check, one_of
+from depthlm.model.shape import Backbone, Size, SublayerSpec
+
+START = 0.5
+
+
+class ValueResidual(SelfAttention):
+    """Self-attention with the values of layer 0 in those of all other layers.
+
+    weights: learned: a and b of each layer, initially 1/2; fixed: both remain 1/2. A looped decoder has one layer 0,
+        that of the first loop, so every layer has weights.
+    """
+
+    colour = "#1B9E77"
+
+    def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, weights: str = "learned"):
+        super().__init__(spec, size, backbone)
+        check(one_of(("learned", "fixed"), weights=weights))
+        self.mixes = spec.layer > 0 or spec.loops > 1
+        if self.mixes and weights == "learned":
+            self.value_weights = nn.Parameter(torch.empty(2))
+            self.fp32_parameters = ("value_weights",)
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
+        tensor.fill_(START)
+
+    def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
+        q, k, v = projected
+        if depth:
+            a, b = getattr(self, "value_weights", (START, START))
+            v = (a * v + b * depth[0][0]).to(v.dtype)
+        else:
+            depth = [(v,)]
+        return causal_attention(q, k, v, past), depth
+
+    def figures(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> list[Figure]:
+        if not hasattr(self, "value_weights"):
+            return []
+        panels = "a, of the layer itself", "b, of layer 0"
+        return [Figure("weights", self.value_weights, ("panel",), "the weights of the values", panels=panels)]
+
+    def forward_flops(self, length: float, causal: bool) -> float:
+        """Return the FLOPs per token, with the weighted sum."""
+        return super().forward_flops(length, causal) + (3.0 * self.num_kv_heads * self.head_size if self.mixes else 0)
+
+    def io_values(self) -> float:
+        """Return the values read, v_l and v_0, and written."""
+        return 3.0 * self.num_kv_heads * self.head_size if self.mixes else 0.0

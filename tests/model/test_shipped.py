@@ -1,0 +1,244 @@
+"""Connections that models ship with equal the classes of transformers, with the same weights.
+
+The classes compute in fp32. In float64 their casts do nothing here, so the comparison is as exact as the formulas.
+"""
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from depthlm.mechanisms.attention_residuals import AttentionResiduals
+from depthlm.mechanisms.gated_residual import GatedResidual
+from depthlm.mechanisms.mhc import ManifoldHyperConnections
+from depthlm.mechanisms.qwen4_exp import Qwen4Exp
+from depthlm.model.connection import Connection
+from depthlm.model.shape import SublayerSpec
+
+from ..options import option
+
+LAYERS, STREAMS, D, EPS = 3, 4, 12, 1e-6
+PRECISIONS = [(torch.float64, 1e-10), (torch.float32, 1e-5)]
+Run = Callable[[Tensor, list[Tensor]], list[Tensor]]
+
+
+@pytest.fixture
+def casts_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the classes of transformers compute in the dtype of their inputs."""
+    monkeypatch.setattr(torch.Tensor, "float", lambda x: x)
+
+
+def theirs(module: str, name: str) -> Any:
+    # imported here, since it takes seconds
+    return getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+
+
+CONFIG = SimpleNamespace(
+    hidden_size=D, hc_mult=STREAMS, hc_count=STREAMS, hc_sinkhorn_iters=20, hc_eps=1e-6, hc_magnitude=2.0, hc_lowrank=5,
+    rms_norm_eps=EPS, residual_gate_temperature=0.3,
+)  # fmt: skip
+
+
+def connections(make: Any, make_size: Any, make_backbone: Any) -> list[Connection]:
+    """Return the connections of a decoder with LAYERS layers."""
+    size, backbone = make_size(hidden_size=D, num_layers=LAYERS), make_backbone(norm_eps=EPS)
+    specs = [SublayerSpec(layer, kind, LAYERS) for layer in range(LAYERS) for kind in ("attention", "mlp")]
+    every = [make(spec, size, backbone) for spec in (*specs, SublayerSpec(LAYERS, "final", LAYERS))]
+    for connection in every:
+        connection.link(every)
+    return every
+
+
+def run_ours(every: list[Connection], embedding: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """Return the inputs of all sublayers and the final hidden state. A sublayer sums tanh(weight * input)."""
+    state, inputs = every[0].open(embedding), []
+    for connection, weight in zip(every, weights, strict=False):
+        read, carry = connection.read(state)
+        inputs += read
+        state = connection.write(state, sum((weight * x).tanh() for x in read), carry)
+    return [*inputs, every[-1].close(state)]
+
+
+def assert_same(
+    ours: Run, peer: Run, parameters: list[tuple[Tensor, Tensor, Any]], dtype: torch.dtype, tolerance: float
+):
+    """Compare all inputs, and the gradients of the embedding, the sublayers and each pair of parameters.
+
+    parameters: our parameter, theirs, and a function that rearranges the gradient of theirs.
+    """
+    generator = torch.Generator().manual_seed(1)
+    embedding = torch.randn(2, 3, D, dtype=dtype, generator=generator, requires_grad=True)
+    weights = [torch.randn(D, dtype=dtype, generator=generator, requires_grad=True) for _ in range(2 * LAYERS)]
+    found, expected = (run(embedding, weights) for run in (ours, peer))
+    assert len(found) == len(expected)
+    along = [torch.randn(y.shape, dtype=dtype, generator=generator) for y in found]
+    for leaves, which in (([embedding, *weights], (0, 0)), ([p[:2] for p in parameters], (0, 1))):
+        pairs = [leaf if isinstance(leaf, tuple) else (leaf, leaf) for leaf in leaves]
+        grads = [
+            torch.autograd.grad(outputs, [pair[place] for pair in pairs], along, retain_graph=True, allow_unused=True)
+            for outputs, place in zip((found, expected), which, strict=True)
+        ]
+        orders = [parameter[2] for parameter in parameters] if which == (0, 1) else [lambda x: x] * len(pairs)
+        for one, two, order in zip(*grads, orders, strict=True):
+            close(one, order(two) if two is not None else torch.zeros_like(one), tolerance)
+    for one, two in zip(found, expected, strict=True):
+        close(one, two, tolerance)
+
+
+def close(one: Tensor | None, two: Tensor, tolerance: float) -> None:
+    one = torch.zeros_like(two) if one is None else one
+    assert (one - two).abs().max() <= tolerance * max(1.0, two.abs().max().item())
+
+
+def randomize(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    module.to(dtype)
+    for parameter in module.parameters():
+        parameter.data.copy_(0.1 * torch.randn(parameter.shape, dtype=torch.float64, generator=generator))
+    return module
+
+
+def transposed(n: int) -> Callable[[Tensor], Tensor]:
+    """Return a function that transposes the rows of H_res among those of all maps: theirs are [old, new]."""
+    order = torch.arange(n * n).view(n, n).T.flatten()
+    return lambda x: torch.cat([x[: 2 * n], x[2 * n :][order]]) if len(x) > 2 * n else x
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@pytest.mark.parametrize(
+    ("preset", "module", "prefix"),
+    [
+        ("mhc_deepseek_v4", "deepseek_v4", "DeepseekV4"),
+        ("mhc_glm5", "glm5_next", "Glm5NextText"),
+        ("mhc_hunyuan_v4", "hy_v4", "HYV4"),
+    ],
+)
+def test_manifold_hyper_connections(
+    preset: str, module: str, prefix: str, dtype: torch.dtype, tolerance: float, make_size: Any, make_backbone: Any,
+    casts_do_nothing: None,
+) -> None:  # fmt: skip
+    settings = option("model", preset)["connection"]
+    every = connections(partial(ManifoldHyperConnections, **settings), make_size, make_backbone)
+    maps = [randomize(theirs(module, f"{prefix}HyperConnection")(CONFIG), dtype) for _ in range(2 * LAYERS)]
+    gated = settings.get("collapse") == "gated"
+    head = randomize(theirs(module, f"{prefix}HyperHead")(*[CONFIG] * gated), dtype)
+    order, pairs = transposed(STREAMS), []
+    for connection, peer in zip(every, maps, strict=False):
+        pairs += [(connection.phi, peer.fn, order), (connection.bias, peer.base, order)]
+        pairs.append((connection.alpha, peer.scale, lambda x: x))
+    if gated:
+        collapse = every[-1].collapse
+        pairs += [(collapse.phi, head.hc_fn, order), (collapse.bias, head.hc_base, order)]
+        pairs.append((collapse.alpha, head.hc_scale, lambda x: x))
+    copy_weights(pairs)
+
+    def run_theirs(embedding: Tensor, weights: list[Tensor]) -> list[Tensor]:
+        streams, inputs = embedding.unsqueeze(2).expand(-1, -1, STREAMS, -1).contiguous(), []
+        for peer, weight in zip(maps, weights, strict=True):
+            post, *comb, collapsed = peer(streams)
+            inputs.append(collapsed)
+            residual = torch.matmul(comb[0].transpose(-1, -2), streams) if comb else streams
+            streams = post.unsqueeze(-1) * (weight * collapsed).tanh().unsqueeze(-2) + residual
+        return [*inputs, head(streams)]
+
+    assert_same(partial(run_ours, every), run_theirs, pairs, dtype, tolerance)
+
+
+def copy_weights(pairs: list[tuple[Tensor, Tensor, Any]]) -> None:
+    for ours, peer, order in pairs:
+        ours.data = order(peer.data).clone()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+def test_gated_streams(
+    dtype: torch.dtype, tolerance: float, make_size: Any, make_backbone: Any, casts_do_nothing: None
+) -> None:
+    every = connections(partial(Qwen4Exp, num_streams=STREAMS, rank=CONFIG.hc_lowrank), make_size, make_backbone)
+    gates = [
+        randomize(theirs("qwen4_exp", "Qwen4ExpTextGatedResidual")(CONFIG, use_combine=i < 2 * LAYERS), dtype)
+        for i in range(len(every))
+    ]
+    pairs = []
+    for connection, peer in zip(every, gates, strict=True):
+        # their weight of the norm is an offset from 1
+        connection.norm.data = 1 + peer.hc_norm.weight.data.view(STREAMS, D)
+        weights = [
+            (connection.down.weight, peer.input_mix_weight_down.weight, lambda x: x),
+            (connection.up.weight, peer.input_mix_weight_up.weight, lambda x: x),
+        ]
+        if peer.block_inject_weight is not None:
+            weights.append((connection.inject.weight, peer.block_inject_weight.weight, lambda x: x))
+        copy_weights(weights)
+        pairs += [*weights, (connection.norm, peer.hc_norm.weight, lambda x: x.view(STREAMS, D))]
+
+    def run_theirs(embedding: Tensor, weights: list[Tensor]) -> list[Tensor]:
+        streams, inputs = embedding.repeat(1, 1, STREAMS), []
+        for peer, weight in zip(gates, weights, strict=False):
+            mixed, streams, injection = peer(streams)
+            inputs.append(mixed)
+            streams = streams + ((weight * mixed).tanh().unsqueeze(-2) * injection.unsqueeze(-1)).flatten(-2)
+        return [*inputs, gates[-1](streams)]
+
+    assert_same(partial(run_ours, every), run_theirs, pairs, dtype, tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@pytest.mark.parametrize("layers_per_block", [1, 2])
+def test_attention_residuals(
+    layers_per_block: int, dtype: torch.dtype, tolerance: float, make_size: Any, make_backbone: Any,
+    casts_do_nothing: None,
+) -> None:  # fmt: skip
+    """The last layer has a query for each of q, k and v."""
+    settings = option("model", "attention_residuals_inkling2")["connection"]
+    settings |= {"block_size": 2 * layers_per_block, "separate_qkv": [LAYERS - 1]}
+    every = connections(partial(AttentionResiduals, **settings), make_size, make_backbone)
+    reads = [
+        randomize(theirs("inkling2", "Inkling2BlockAttentionResidual")(CONFIG, connection.num_inputs), dtype)
+        for connection in every
+    ]
+    # their layer 0 has no read before its attention
+    pairs = [(ours.query, peer.query, lambda x: x) for ours, peer in list(zip(every, reads, strict=True))[1:]]
+    copy_weights(pairs)
+
+    def run_theirs(embedding: Tensor, weights: list[Tensor]) -> list[Tensor]:
+        hidden, blocks, inputs = embedding, embedding.new_zeros(*embedding.shape[:-1], 0, D), []
+        for layer in range(LAYERS):
+            begins_block = layer % layers_per_block == 0
+            attention_inputs = reads[2 * layer](blocks, hidden) if layer else (hidden,)
+            inputs += attention_inputs
+            output = sum((weights[2 * layer] * x).tanh() for x in attention_inputs)
+            if begins_block:
+                blocks = torch.cat([blocks, hidden.unsqueeze(-2)], dim=-2)
+            else:
+                output = hidden + output
+            (mlp_input,) = reads[2 * layer + 1](blocks, output)
+            inputs.append(mlp_input)
+            hidden = output + (weights[2 * layer + 1] * mlp_input).tanh()
+        return [*inputs, reads[-1](blocks, hidden)[0]]
+
+    assert_same(partial(run_ours, every), run_theirs, pairs, dtype, tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+def test_the_gated_residual_connection(
+    dtype: torch.dtype, tolerance: float, make_size: Any, make_backbone: Any, casts_do_nothing: None
+) -> None:
+    every = connections(GatedResidual, make_size, make_backbone)
+    gates = [randomize(theirs("muse_spark", "MuseSparkResidualGate")(CONFIG), dtype) for _ in range(2 * LAYERS)]
+    gates[0].gate.data[0] = 4.0  # alpha at its minimum
+    pairs = [(connection.gate, peer.gate, lambda x: x) for connection, peer in zip(every, gates, strict=False)]
+    copy_weights(pairs)
+
+    def run_theirs(hidden: Tensor, weights: list[Tensor]) -> list[Tensor]:
+        inputs = []
+        for gate, weight in zip(gates, weights, strict=True):
+            inputs.append(hidden)
+            hidden = gate(hidden, (weight * hidden).tanh())
+        return [*inputs, hidden]
+
+    assert_same(partial(run_ours, every), run_theirs, pairs, dtype, tolerance)
