@@ -20,6 +20,7 @@ from benchmarks.shared import reporting
 from depthlm.config import compose_anywhere
 from depthlm.model.read_ahead import READS
 from depthlm.ops.attention_residuals.naive import depth_attend
+from depthlm.ops.autograd import present
 from depthlm.ops.backend import using
 from depthlm.ops.dca.naive import gated_reads
 from depthlm.ops.denseformer.naive import weighted_reads
@@ -149,9 +150,12 @@ def reads_values(s: int, n: int, d: int) -> int:
     return 3 * n * d + 2 * s * d
 
 
-def streams_values(n: int, d: int) -> int:
-    """Return the values per token: n streams and an output three times, new streams and an input, and gradients."""
-    return 5 * (n + 1) * d
+def streams_values(n: int, d: int, identity: bool = False) -> int:
+    """Return the values per token: n streams and an output three times, new streams and an input, and gradients.
+
+    identity: whether H_res is the identity, so that the backward pass reads no old streams.
+    """
+    return 5 * (n + 1) * d - (n * d if identity else 0)
 
 
 def depth_part_values(n: int, h: int, k: int, e: int) -> int:
@@ -203,15 +207,21 @@ def pending_write(shape: Shape, make: Make) -> tuple[Tensor, Pending]:
     return x_btnd, Pending(output_btd, make.parameter(b, t, n), make.parameter(b, t, n, n, scale=n**-0.5))
 
 
-def manifold_post_pre(shape: Shape, make: Make) -> Case:
-    """One write and the next read of mHC."""
+def manifold_post_pre(shape: Shape, make: Make, identity: bool = False) -> Case:
+    """One write and the next read of mHC. identity: whether H_res is the identity."""
     n, d = STREAMS, shape.d
-    m = n * (n + 2)
+    m = n * (2 if identity else n + 2)
     x_btnd, pending = pending_write(shape, make)
+    if identity:
+        pending = pending._replace(res_btij=None)
     phi_mw, norm_w = make.parameter(m, n * d, scale=(n * d) ** -0.5), make.parameter(n * d)
-    parameters = Parameters(phi_mw, norm_w, make.parameter(3), make.parameter(m))
-    inputs = [x_btnd, *pending, *parameters]
-    return Case(lambda: mhc_post_pre(x_btnd, pending, parameters, EPS, ITERATIONS), inputs, streams_values(n, d))
+    parameters = Parameters(phi_mw, norm_w, make.parameter(2 if identity else 3), make.parameter(m))
+    inputs = [x_btnd, *present(*pending), *parameters]
+
+    def call() -> tuple[Tensor, ...]:
+        return tuple(present(*mhc_post_pre(x_btnd, pending, parameters, EPS, ITERATIONS)))
+
+    return Case(call, inputs, streams_values(n, d, identity))
 
 
 def dynamic_post_pre(shape: Shape, make: Make) -> Case:
@@ -253,6 +263,7 @@ CASES: dict[str, Callable[[Shape, Make], Case]] = {
     "weighted_reads": dense_reads,
     "gated_reads": cross_reads,
     "mhc_post_pre": manifold_post_pre,
+    "mhc_post_pre_identity": lambda shape, make: manifold_post_pre(shape, make, identity=True),
     "hyper_post_pre": dynamic_post_pre,
     "merged_attention": moda,
 }

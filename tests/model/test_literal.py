@@ -168,7 +168,7 @@ ATTENTION_SETTINGS = [
     ("shared_kv", {}),
     ("shared_kv", {"reuse": "upper_half"}),
     ("shared_kv", {"reuse": "last_k"}),
-    ("shared_kv", {"reuse": "last_k", "last_k": 3}),
+    ("shared_kv", {"reuse": "last_k", "last_k": 1}),
     ("moda", {}),
     ("moda", {"ffn_kv": False}),
     ("moda", {"depth_kv": False}),

@@ -87,8 +87,12 @@ def project(m: Model, layer: int, inputs: list[list[Tensor]]) -> Pass:
     """Return queries, keys and values of one pass through a layer. inputs: one per token, or three for q, k and v."""
     now = Pass(layer, m.attending.index(layer))
     name = f"layers.{layer}.attention"
+    # a layer that reuses keys and values has only queries
     for t, (q_in, k_in, v_in) in enumerate(normed_inputs(m, layer, inputs)):
-        if m.mixer(layer) == "latent":
+        if m.mixer(layer) == "latent" and f"{name}.kv_a_proj.weight" not in m.p:
+            width = m.size.head_size + m.size.width_of_shared_key()
+            q, k, v = list(linear(m, f"{name}.q_proj", q_in).split(width)), [], []
+        elif m.mixer(layer) == "latent":
             q, k, v = latent_heads(m, name, q_in, k_in, v_in)
         elif f"{name}.k_proj.weight" not in m.p:
             q, k, v = normed_heads(m, f"{name}.q_proj", f"{name}.q_norm", q_in, t), [], []
