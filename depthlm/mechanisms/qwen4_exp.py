@@ -75,23 +75,24 @@ class Qwen4Exp(Connection):
         return ((read_btnd * state.streams).sum(2).to(state.streams.dtype),), write_btn
 
     def weights(self, state: State) -> Gates:
+        g_btnd, scale_btnd, write_btn = self.gates(state)
+        return Gates(g_btnd * scale_btnd / self.num_streams, write_btn)
+
+    def gates(self, state: State) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return g_btnd, what the norm multiplies the streams by, and the gates of the write."""
         x_btnd = upcast(state.streams)
         scale_btnd = (x_btnd.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.norm
         normed = (x_btnd * scale_btnd).to(state.streams.dtype).flatten(2)
-        gate = upcast(self.up(F.silu(self.down(normed) / self.num_streams))).sigmoid()
-        read_btnd = gate.unflatten(-1, scale_btnd.shape[2:]) * scale_btnd / self.num_streams
-        if self.spec.kind == "final":
-            return Gates(read_btnd, None)
-        return Gates(read_btnd, 2 * upcast(self.inject(normed) / self.num_streams).sigmoid())
+        g = upcast(self.up(F.silu(self.down(normed) / self.num_streams))).sigmoid()
+        write_btn = 2 * upcast(self.inject(normed) / self.num_streams).sigmoid() if self.spec.kind != "final" else None
+        return g.unflatten(-1, scale_btnd.shape[2:]), scale_btnd, write_btn
 
     def write(self, state: State, output_btd: Tensor, carry: Tensor) -> State:
         return State(write_streams(state.streams, Pending(output_btd, carry, None)))
 
     def figures(self, state: State) -> list[Figure]:
-        gates, stream = self.weights(state), ("stream", "batch", "token")
-        about = "the gated weight of each stream in a read, with its norm"
-        figures = [Figure("read", gates.read_btnd.movedim(2, 0), (*stream, "hidden"), about)]
-        if gates.write_btn is not None:
-            about = "where the output of a sublayer goes"
-            figures.append(Figure("write", gates.write_btn.movedim(-1, 0), stream, about))
+        (g_btnd, _, write_btn), stream = self.gates(state), ("stream", "batch", "token")
+        figures = [Figure("gate", g_btnd.movedim(2, 0), (*stream, "hidden"), "the gate of each stream in a read")]
+        if write_btn is not None:
+            figures.append(Figure("write", write_btn.movedim(-1, 0), stream, "where the output of a sublayer goes"))
         return figures
