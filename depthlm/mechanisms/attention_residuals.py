@@ -79,7 +79,7 @@ class AttentionResiduals(Connection):
             at_least(1, block_size=block_size, optional=True),
             one_of(("static", "input_dependent"), query=query),
             one_of(("softmax", "sigmoid", "scalars"), mixing=mixing),
-            [] if key_norm == "plain" else boolean(key_norm=key_norm),
+            [] if key_norm == "plain" else [f"{line}, or plain" for line in boolean(key_norm=key_norm)],
             one_of(("raw", "normed"), values=values),
             boolean(scale=scale),
             problems_of_layers(spec.num_layers, separate_qkv),

@@ -13,7 +13,7 @@ from depthlm.model.attention.context import AttentionContext
 from depthlm.model.attention.self_attention import DepthKV, SelfAttention, attend_to, causal_attention
 from depthlm.model.figures import Figure
 from depthlm.model.layers import Rope
-from depthlm.model.settings import at_least, check, one_of, shown
+from depthlm.model.settings import at_least, check, one_of
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 
 PROJECTIONS = "k_proj", "v_proj", "k_norm", "kv_a_proj", "kv_a_norm", "kv_b_proj"
@@ -41,10 +41,6 @@ class SharedKV(SelfAttention):
     ):
         super().__init__(spec, size, backbone)
         check(one_of(("every_second", "upper_half", "last_k"), reuse=reuse), at_least(1, last_k=last_k, optional=True))
-        if len({name for name in backbone.mixers if name != "delta"}) > 1:
-            raise ValueError(
-                f"backbone.mixers={shown(list(backbone.mixers))}: layers of one kind share keys and values"
-            )
         if last_k is not None and last_k >= spec.num_layers:
             raise ValueError(f"last_k={last_k}: must be less than the {spec.num_layers} layers with keys and values")
         layers = range(spec.num_layers)

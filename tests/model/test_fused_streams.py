@@ -18,6 +18,7 @@ PRESETS = ("hyper_connections", "mhc")
     ("preset", "streams", "checkpointing"),
     [
         *((preset, 2, True) for preset in PRESETS),
+        *((preset, 3, False) for preset in ("mhc_deepseek_v4", "mhc_hunyuan_v4")),
         *(
             pytest.param(preset, *case, marks=pytest.mark.slow)
             for preset in PRESETS

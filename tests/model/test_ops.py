@@ -17,7 +17,8 @@ FEWER = {
     "mhc": ["model.connection.num_streams=2", "model.connection.iterations=3"],
 }
 # presets without a fused operator are not tested
-FUSED = (*QUICK, "attention_residuals", "attention_residuals_full", "grn_v1", "grn_v3")
+SHIPPED = ("attention_residuals_inkling2", "mhc_deepseek_v4", "mhc_hunyuan_v4")
+FUSED = (*QUICK, "attention_residuals", "attention_residuals_full", "grn_v1", "grn_v3", *SHIPPED)
 # the others run the kernels of these
 DISTINCT = (*QUICK, "attention_residuals")
 needs_triton = pytest.mark.skipif(
