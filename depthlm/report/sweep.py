@@ -155,9 +155,10 @@ class Sweep:
     def differences(self) -> list[Difference]:
         """Return the difference of each row but the references, with the deviation pooled over the rows of a series."""
         name, column = self.first
-        measured = self._measured(self._references, column)
-        printed = [None if other is None else paper_difference(row, other, name) for row, other in self._references]
-        return [Difference(*pair, *both) for pair, *both in zip(self._references, measured, printed, strict=True)]
+        return [
+            Difference(row, other, ours, None if other is None else paper_difference(row, other, name))
+            for (row, other), ours in zip(self._references, self._measured(self._references, column), strict=True)
+        ]
 
     def best(self, column: Column) -> set[str]:
         """Return the label of the best row of each task that the seeds separate from all others of the task.
@@ -185,7 +186,7 @@ class Sweep:
         return labels
 
     def _measured(self, pairs: Sequence[tuple[Row, Row | None]], column: Column) -> list[Measured | None]:
-        """Return the difference of each pair, the deviation pooled over the pairs whose first rows are of one series."""
+        """Return the difference of each pair; the deviation is pooled over pairs whose first rows are of one series."""
         ours = [None if other is None else difference(row, other, column) for row, other in pairs]
         members: dict[str, list[int]] = {}
         for place, (row, _) in enumerate(pairs):
@@ -299,7 +300,8 @@ def _compose_rows(rows: Sequence[Row], config_dir: str | Path | None) -> list[Co
     for row in rows:
         protocol = frozenset(item for item in row.settings.items() if not item[0].startswith(mechanism))
         if protocol not in composed:
-            composed[protocol] = compose_anywhere(row.points[0].checkable(), config_dir)
+            # the machine of a run chooses its precision
+            composed[protocol] = compose_anywhere(row.points[0].checkable(), config_dir, auto_precision="auto")
         configs.append(composed[protocol])
     return configs
 
