@@ -106,7 +106,7 @@ def runs_table(sweep: Sweep) -> Table:
 
 def run_label(sweep: Sweep, row: Row, seed: str) -> str:
     """Return the label of a run: that of its row, with the seed where the sweep has several."""
-    several = len({seed for row in sweep.rows for seed in row.seeds}) > 1
+    several = "seed" not in row.parts and len({seed for row in sweep.rows for seed in row.seeds}) > 1
     return f"{row.label}, seed {seed}" if several else row.label
 
 
