@@ -32,6 +32,8 @@ from depthlm.sweeps.points import Point
 BESIDE = 4
 # settings of a label, beyond which only those are shown that distinguish it
 MOST_SHOWN = 8
+# the file of a report
+REPORT = "report.md"
 # in place of the value of a setting that a run does not have
 ABSENT = object()
 # the title of the table of settings, and what replaces it
@@ -52,7 +54,8 @@ def find_runs(names: Sequence[str], option: str = "runs=") -> list[RunRecord]:
         if not is_glob and paths[0].is_dir() and not holds_run(paths[0]):
             paths = run_folders(paths[0])
         runs = [read_run(path) for path in filter(holds_run, paths)]
-        if not runs:
+        # the reports beside the runs that `outputs/default/*` names
+        if not runs and not (Path(text) / REPORT).is_file():
             errors.append(f"{option}{text}: {_why(text, is_glob)}")
         for run in runs:
             by_directory.setdefault(run.directory.resolve(), run)

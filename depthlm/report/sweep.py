@@ -289,7 +289,9 @@ def with_baseline(sweep: Sweep, baseline: str | None) -> Sweep:
         if any(map(by_setting.is_baseline, by_setting.rows)):
             return by_setting
     labels = [row.label for row in sweep.rows]
-    raise UserError(f"baseline={baseline}: no such row; allowed: {listed(labels)}{nearest(baseline, labels)}")
+    # a label has commas of its own
+    allowed = listed(f"`{label}`" for label in labels)
+    raise UserError(f"baseline={baseline}: no such row; allowed: {allowed}{nearest(baseline, labels)}")
 
 
 def _compose_rows(rows: Sequence[Row], config_dir: str | Path | None) -> list[Config]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from depthlm.config.names import setting_text
 from depthlm.counts import count_text, duration_text
 from depthlm.report.comparison import difference_text
 from depthlm.report.experiment_report import LONGEST_REASON, picture, protocol_parts, state_line
@@ -66,7 +67,8 @@ def results_table(sweep: Sweep) -> Table:
     head = ["", "seeds", "validation loss ↓"]
     if differences:
         references = {entry.reference.label for entry in differences.values() if entry.reference is not None}
-        head.append(f"against {references.pop() if len(references) == 1 else sweep.experiment.baseline}")
+        baseline = setting_text(sweep.experiment.series, sweep.experiment.baseline)
+        head.append(f"against {references.pop() if len(references) == 1 else baseline}")
     if any(needs.values()):
         head.append(NEEDS["compute"])
     table = []

@@ -96,9 +96,21 @@ def test_another_row_may_be_the_baseline(capsys: pytest.CaptureFixture[str]) -> 
         write_run(f"outputs/{rate}", loss, config={"optimizer": {"lr": rate}})
     report(["outputs", "baseline=optimizer.lr=1e-3"])
     assert "against lr 1e-3" in capsys.readouterr().out
-    assert row(Path("outputs/report/report.md").read_text(), "lr 0.1")[2] == "+0.5000"
-    with pytest.raises(UserError, match=r"baseline=mhc: no such row; allowed: lr 1e-3, lr 0\.1"):
+    (path,) = Path("outputs").glob("report-baseline-optimizer.lr-1e-3-*/report.md")
+    assert row(path.read_text(), "lr 0.1")[2] == "+0.5000"
+    with pytest.raises(UserError, match=r"baseline=mhc: no such row; allowed: `lr 1e-3`, `lr 0\.1`"):
         report(["outputs", "baseline=mhc"])
+
+
+def test_reports_beside_the_runs_are_skipped() -> None:
+    for number in range(2):
+        write_run(f"outputs/{number}", config={"optimizer": {"lr": number}})
+    report(["outputs"])
+    folders = sorted(map(str, Path("outputs").iterdir()))
+    assert folders == ["outputs/0", "outputs/1", "outputs/report"]
+    assert [str(run.directory) for run in find_runs(folders)] == folders[:2]
+    with pytest.raises(UserError, match="name run directories"):
+        find_runs(folders[2:])
 
 
 def test_a_run_named_twice_is_reported_once() -> None:

@@ -92,6 +92,7 @@ def test_a_row_is_compared_only_where_the_baseline_has_its_settings() -> None:
         write_run(point.directory, 3.0)
     sweep = read_sweep([*overrides[:1], "optimizer.lr=1e-3,2e-3"])
     assert lines(results_table(sweep))["mhc, lr 2e-3"][2] == "0.0000"
+    assert results_table(with_baseline(sweep, "optimizer.lr=1e-3")).head[3] == "against lr 1e-3"
     only_mhc = replace(sweep, rows=[row for row in sweep.rows if row.label != "vanilla, lr 2e-3"])
     assert lines(results_table(only_mhc))["mhc, lr 2e-3"][2] == "–"
 
