@@ -180,5 +180,5 @@ def map_figures(maps: Maps | None) -> list[Figure]:
     return [
         Figure("res", maps.res_btij.permute(2, 3, 0, 1), ("stream", *stream), "mixing maps H_res"),
         Figure("pre", maps.pre_btn.movedim(-1, 0), stream, "H_pre: what a sublayer reads"),
-        Figure("post", maps.post_btn.movedim(-1, 0), stream, "H_post: where the output of a sublayer goes"),
+        Figure("post", maps.post_btn.movedim(-1, 0), stream, "H_post: where the output of a sublayer goes", after=True),
     ]
