@@ -27,7 +27,7 @@ class PointsSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
         """Launch every point in order and print the state of each. Exits with code 1 if a point failed."""
         # imported late: Hydra imports every plugin, even to print help
-        from depthlm.config.names import experiment_of
+        from depthlm.config.names import by_name, experiment_of, normal_value
         from depthlm.report.command import show_results
         from depthlm.runs.records import COMPLETE, FAILED, WAITING, read_run
         from depthlm.sweeps.points import print_points
@@ -44,7 +44,8 @@ class PointsSweeper(Sweeper):
         refused = [directory for directory in failed if read_run(directory).state in (COMPLETE, WAITING)]
         print_points(points, dict.fromkeys(refused, FAILED))
         experiments = {experiment_of(point.overrides) for point in points}
-        if len(points) > 1 and experiments == {experiment_of(arguments)}:
+        is_trained = normal_value("dry_run", by_name(arguments).get("dry_run", "false")) == "false"
+        if is_trained and len(points) > 1 and experiments == {experiment_of(arguments)}:
             show_results(arguments, self.config_dir)
         if failed:
             sys.exit(1)

@@ -96,7 +96,8 @@ def cost_rows(hours: float, source: str, price: float | None) -> dict[str, str]:
     """
     rows = {"GPU hours": f"{hours_text(hours)} {source}"}
     if price is not None:
-        rows["cost"] = f"${hours * price:,.2f} at ${price:,.2f} per GPU hour"
+        cost = "< $0.01" if 0 < hours * price < 0.005 else f"${hours * price:,.2f}"
+        rows["cost"] = f"{cost} at ${price:,.2f} per GPU hour"
     return rows
 
 

@@ -59,6 +59,9 @@ def main(arguments: list[str], program: str) -> None:
         remove_runs(root, listings, only_checkpoints=parsed.only_checkpoints, yes=parsed.yes, as_json=parsed.json)
     elif parsed.json:
         print(json.dumps([run.fields() for run in listings], indent=1))
+    elif parsed.filter and not listings:
+        filters = " and ".join(f"`{text}`" for text in parsed.filter)
+        print(printable(f"no run below {root} matches {filters}"))
     else:
         comparisons, _ = read_filters(parsed.filter)
         show_runs(listings, root, [*(comparison.key for comparison in comparisons), *filter(None, [parsed.sort])])

@@ -42,13 +42,15 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None)
     return _checked_here(config, overrides, saved, config_dir)
 
 
-def compose_anywhere(overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> Config:
+def compose_anywhere(
+    overrides: Sequence[str] = (), config_dir: str | Path | None = None, auto_precision: str = "bf16"
+) -> Config:
     """Return the configuration that `compose` returns on a machine that has the devices, files and packages it names.
 
-    precision=auto is bf16.
+    auto_precision: what precision=auto is there.
     """
     config, saved = _composed(overrides, config_dir)
-    resolved = _resolved(config, overrides, saved, lambda config: "bf16", config_dir)
+    resolved = _resolved(config, overrides, saved, lambda config: auto_precision, config_dir)
     return _checked(resolved.config, check_together(resolved.config, resolved.given))
 
 

@@ -84,10 +84,11 @@ def derived_name(
     return _name(name, other_settings(overrides))
 
 
-def report_name(overrides: Sequence[str]) -> str:
+def report_name(overrides: Sequence[str], baseline: str | None = None) -> str:
     """Return the name of the folder of a report on a sweep, as in `report-vanilla-mhc-seed1-2`."""
     given = {name: normal_value(name, value) for name, value in by_name(overrides).items() if on_resume(name) != "free"}
-    return _name("report", {name: given[name] for name in sorted(given, key=importance)})
+    settings = {name: given[name] for name in sorted(given, key=importance)}
+    return _name("report", settings | ({} if baseline is None else {"baseline": baseline}))
 
 
 def other_settings(overrides: Sequence[str]) -> dict[str, str]:

@@ -64,8 +64,16 @@ def protocol_texts(config: Config) -> dict[str, str]:
 def train_overrides(config: Config) -> list[str] | None:
     """Return the shortest overrides that compose a resolved configuration, as words for a shell; None if none do.
 
-    Keys that do not affect the result are omitted. Of an absolute path only the last name is given, since it may be
-    private: /home/me/text becomes /path/to/text.
+    Of an absolute path only the last name is given, since it may be private: /home/me/text becomes /path/to/text.
+    """
+    found = shortest_overrides(config, public=True)
+    return None if found is None else [shlex.quote(text) for text in found]
+
+
+def shortest_overrides(config: Config, public: bool = False) -> list[str] | None:
+    """Return the shortest overrides that compose a resolved configuration; None if none do.
+
+    Keys that do not affect the result are omitted. public: whether to omit the folders of absolute paths.
     """
     options, names = available_groups(None), {group: getattr(config, group).name for group in GROUPS}
     chosen = [f"{group}={name}" for group, name in names.items() if name in options[group]]
@@ -83,8 +91,8 @@ def train_overrides(config: Config) -> list[str] | None:
         for _ in range(3):
             differing = _differences(saved, asdict(compose_anywhere([*groups, *_overrides(values)])))
             if not differing:
-                public = {name: _public(value) for name, value in values.items()}
-                return [shlex.quote(text) for text in (*groups, *_overrides(public))]
+                shown = {name: _public(value) for name, value in values.items()} if public else values
+                return [*groups, *_overrides(shown)]
             values |= _values(saved, differing)
     except (UserError, HydraException, OmegaConfBaseException, ValueError):
         pass

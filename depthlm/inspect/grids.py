@@ -182,6 +182,8 @@ class Grids(FigureOverDepth):
         self.column = next((axis for axis in self.axes if axis not in ("panel", "head", "hidden")), "")
         self.columns: dict[Place, list[int]] = {}
         self.panels: dict[str, Sequence[str]] = {}
+        when = "after" if self.figure.after else "before"
+        self.titles = {kind: title.replace("before", when) for kind, title in TITLES.items()}
 
     def add(self, figure: Figure, place: Place, tokens: int) -> None:
         values = figure.values.double().cpu().numpy()
@@ -246,7 +248,7 @@ class Grids(FigureOverDepth):
             for number, values in enumerate(values_plc):
                 title, last = self.title_of(kind, number, len(by_panel) > 1), None
                 if number < len(final) and kind == next(iter(by_panel)):
-                    title, last = f"{title or TITLES[kind]}, and the final read", "final"
+                    title, last = f"{title or self.titles[kind]}, and the final read", "final"
                     values = np.vstack([values, final[number]])
                 if np.isfinite(values).any():
                     grids.append(Grid(title, values, last))
@@ -259,13 +261,13 @@ class Grids(FigureOverDepth):
         curves = {}
         for kind, values_pl in by_panel.items():
             titles = [self.title_of(kind, number, False) for number in range(len(values_pl))]
-            curves[TITLES[kind] * (len(by_panel) > 1)] = dict(zip(titles, values_pl, strict=True))
+            curves[self.titles[kind] * (len(by_panel) > 1)] = dict(zip(titles, values_pl, strict=True))
         return partial(draw_curves, curves, title=self.title, x="layer", y=label)
 
     def title_of(self, kind: str, panel: int, with_kind: bool) -> str:
         panels = dict(enumerate(self.panels.get(kind, self.figure.panels)))
         title = panels.get(panel, str(panel) * ("panel" in self.axes))
-        return ": ".join(filter(None, [TITLES[kind] * with_kind, title]))
+        return ": ".join(filter(None, [self.titles[kind] * with_kind, title]))
 
     def token_pictures(self, label: str) -> list[Picture]:
         """Return the picture of single tokens at some places with several columns, unless all tokens are alike."""
@@ -291,8 +293,8 @@ class Grids(FigureOverDepth):
         values_pct = values.reshape(-1, *values.shape[-2:])
         kept = [number for number in range(values.shape[-2]) if np.isfinite(values_pct[:, number]).any()]
         sources = [str(self.columns[place][number]) for number in kept]
-        where = f"{TITLES[place.kind]}{' of ' * bool(place.kind)}layer {place.layer}"
-        where = TITLES["final"] if place.kind == "final" else where
+        where = f"{self.titles[place.kind]}{' of ' * bool(place.kind)}layer {place.layer}"
+        where = self.titles["final"] if place.kind == "final" else where
         panels = [self.title_of(place.kind, number, False) for number in range(len(values_pct))]
         titles = [f"{where}, {panel}" if panel else where for panel in panels]
         return [Grid(title, values[kept], rows=sources) for title, values in zip(titles, values_pct, strict=True)]

@@ -191,7 +191,7 @@ def map_figures(maps: Maps | None) -> list[Figure]:
     stream = ("stream", "batch", "token")
     figures = [
         Figure("pre", maps.pre_btn.movedim(-1, 0), stream, "H_pre: what a sublayer reads"),
-        Figure("post", maps.post_btn.movedim(-1, 0), stream, "H_post: where the output of a sublayer goes"),
+        Figure("post", maps.post_btn.movedim(-1, 0), stream, "H_post: where the output of a sublayer goes", after=True),
     ]
     if maps.res_btij is None:
         return figures

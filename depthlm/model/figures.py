@@ -21,6 +21,7 @@ class Figure(NamedTuple):
     columns: what the columns are; "": the name of the axis.
     panels: the titles of the panels.
     places: the column of each entry; (): 0, 1, ... An axis "layer" counts the layers with keys and values.
+    after: whether it acts on the output of a sublayer, not on its input.
     """
 
     name: str
@@ -30,3 +31,4 @@ class Figure(NamedTuple):
     columns: str = ""
     panels: Sequence[str] = ()
     places: Sequence[int] = ()
+    after: bool = False

@@ -15,7 +15,7 @@ from depthlm.locations import command
 from depthlm.report.comparison import comparison_tables
 from depthlm.report.experiment_report import experiment_report, state_line, warnings, with_available_metric
 from depthlm.report.figures.loss_curves import panels_of
-from depthlm.report.runs_report import NO_DIFFERENCE, SETTINGS, find_runs, holds_run, runs_report
+from depthlm.report.runs_report import NO_DIFFERENCE, REPORT, SETTINGS, find_runs, holds_run, runs_report
 from depthlm.report.sweep import read_sweep, with_baseline
 from depthlm.report.sweep_report import results_table, sweep_report
 from depthlm.report.tables import DASH, MISSING, Table, show
@@ -29,7 +29,6 @@ USAGE = (
     "wandb=<project> uploads it to Weights & Biases"
 )
 OPTIONS = ("to=", "runs=", "wandb=", "baseline=")
-RUNS_REPORT = "outputs/report"
 REPORT_COMMAND = command("-m depthlm report", "report")
 
 
@@ -49,8 +48,9 @@ def report(arguments: Sequence[str], config_dir: str | Path | None = None) -> Pa
         if settings:
             raise UserError(f"{' '.join(settings)}: not with a folder of runs, which have their own settings; {USAGE}")
         runs = find_runs(folders or options["runs"].split(","), "" if folders else "runs=")
-        default = f"{folders[0].rstrip('/')}/report" if len(folders) == 1 and not holds_run(Path(folders[0])) else None
-        return report_runs(runs, to or default or RUNS_REPORT, project=project, baseline=baseline)
+        is_inside = len(folders) == 1 and not holds_run(Path(folders[0]))
+        folder = Path(folders[0] if is_inside else "outputs") / report_name([], baseline)
+        return report_runs(runs, to or folder, project=project, baseline=baseline)
     if not overrides:
         raise UserError(USAGE)
     return _report_sweep(overrides, config_dir, to, project, baseline)
@@ -64,8 +64,8 @@ def _report_sweep(
     baseline: str | None,
 ) -> Path:
     sweep = with_baseline(read_sweep(overrides, config_dir), baseline)
-    # reports on other overrides (budget, size, seed) have other folders
-    folder = Path(to or f"outputs/{sweep.experiment.name or 'default'}/{report_name(overrides)}")
+    # reports on other overrides (budget, size, seed) or with another baseline have other folders
+    folder = Path(to or f"outputs/{sweep.experiment.name or 'default'}/{report_name(overrides, baseline)}")
     if sweep.experiment.name:
         path, tables = _write(folder, lambda: experiment_report(sweep, folder))
     else:
@@ -113,7 +113,7 @@ def show_results(overrides: Sequence[str], config_dir: str | Path | None = None)
 
 def _write(folder: Path, write: Callable[[], tuple[str, list[Table]]], option: str = "to=") -> tuple[Path, list[Table]]:
     """Write a report to a folder; return its path, and its tables for the terminal. Raises UserError."""
-    path = folder / "report.md"
+    path = folder / REPORT
     try:
         folder.mkdir(parents=True, exist_ok=True)
         text, tables = write()

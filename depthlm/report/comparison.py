@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from depthlm.config.experiment import Column
-from depthlm.report.rows import FACTS, measured, paper, separated
+from depthlm.report.rows import FACTS, measured, paper
 from depthlm.report.sweep import Difference, Sweep, references_text, title_of
 from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, markdown, number_text, signed_text
 
@@ -70,9 +70,9 @@ def _heading(sweep: Sweep, name: str) -> str:
 
 
 def _ours(sweep: Sweep, name: str) -> list[Cell]:
-    """Return our numbers of a column, with the best of each task in bold."""
+    """Return our numbers of a column, with the best of a task in bold where the seeds separate it from the others."""
     column = sweep.columns[name]
-    best = _best(sweep, column)
+    best = set() if column.metric in FACTS else sweep.best(column)
     shown = []
     for row in sweep.rows:
         value = measured(row, column)
@@ -85,13 +85,6 @@ def _ours(sweep: Sweep, name: str) -> list[Cell]:
         partly = f" ({value.count} of {len(row.points)})" if value.count < len(row.points) else ""
         shown.append(Cell(f"{text}{partly}", row.label in best))
     return shown
-
-
-def _best(sweep: Sweep, column: Column) -> set[str]:
-    """Return the labels of the rows that are the best of their task, where the seeds separate them from the others."""
-    if column.metric in FACTS:
-        return set()
-    return {label for group in sweep.tasks if (label := separated(group, column)) is not None}
 
 
 def _papers(sweep: Sweep, name: str) -> list[Cell]:

@@ -154,24 +154,6 @@ def difference(row: Row, reference: Row, column: Column, scale: Callable[[float]
     return Measured(scale(mean(numbers.values())) - scale(mean(base.values())), None, 0)
 
 
-def separated(rows: Sequence[Row], column: Column) -> str | None:
-    """Return the label of the best row if the seeds separate it from all others, else None.
-
-    They do where no 95% interval of its difference from another row, with a pooled deviation, contains 0.
-    """
-    numbers = {row.label: value.mean for row in rows if (value := measured(row, column)) is not None}
-    if len(numbers) < 2:
-        return None
-    label = (min if column.better == "lower" else max)(numbers, key=lambda label: numbers[label])
-    best = next(row for row in rows if row.label == label)
-    others = [row for row in rows if row is not best and row.label in numbers]
-    sign = 1 if column.better == "lower" else -1
-    differences = pooled([difference(row, best, column) for row in others])
-    intervals = [(sign * d.mean, d.interval) for d in differences if d is not None and d.count]
-    is_clear = len(intervals) == len(others) and all(half is not None and worse > half for worse, half in intervals)
-    return label if is_clear else None
-
-
 def over_seeds(values: Sequence[float]) -> Measured | None:
     """Return the mean and deviation of the numbers of some seeds, or None without any."""
     if not values:

@@ -1,15 +1,21 @@
 """The report of any run directories: their numbers, the differences of their configurations, and their losses."""
 
+import functools
 import glob
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from depthlm.config.errors import nearest
 from depthlm.config.experiment import Experiment
-from depthlm.config.keys import on_resume, override_text
-from depthlm.config.names import importance, setting_text, short_value
+from depthlm.config.keys import flatten, on_resume, override_text
+from depthlm.config.names import importance, normal_value, setting_texts, short_value
+from depthlm.config.resolve import LENGTHS
+from depthlm.config.schema import Config
 from depthlm.errors import UserError
+from depthlm.files import read_yaml
+from depthlm.locations import CONF
 from depthlm.report.figures.loss_curves import LossCurve, Panel, names_of, titled
 from depthlm.report.figures.style import mechanism_of_run
 from depthlm.report.rows import Row, with_unique_labels
@@ -24,6 +30,10 @@ from depthlm.sweeps.points import Point
 
 # runs per table of differing settings
 BESIDE = 4
+# settings of a label, beyond which only those are shown that distinguish it
+MOST_SHOWN = 8
+# the file of a report
+REPORT = "report.md"
 # in place of the value of a setting that a run does not have
 ABSENT = object()
 # the title of the table of settings, and what replaces it
@@ -44,7 +54,8 @@ def find_runs(names: Sequence[str], option: str = "runs=") -> list[RunRecord]:
         if not is_glob and paths[0].is_dir() and not holds_run(paths[0]):
             paths = run_folders(paths[0])
         runs = [read_run(path) for path in filter(holds_run, paths)]
-        if not runs:
+        # the reports beside the runs that `outputs/default/*` names
+        if not runs and not (Path(text) / REPORT).is_file():
             errors.append(f"{option}{text}: {_why(text, is_glob)}")
         for run in runs:
             by_directory.setdefault(run.directory.resolve(), run)
@@ -105,6 +116,9 @@ def sweep_of_runs(runs: Sequence[RunRecord], configs: Sequence[dict[str, Any]]) 
         else:
             group.append(number)
     labels = distinguishing_settings({names[groups[0][0]]: configs[groups[0][0]] for groups in identities.values()})
+    has_seed = all("seed" in config for config in configs)
+    is_single = all(len(group) == 1 for groups in identities.values() for group in groups)
+    differ_in_seed = has_seed and is_single and len({config["seed"] for config in configs}) > 1
     rows = []
     for groups in identities.values():
         for group in groups:
@@ -112,8 +126,9 @@ def sweep_of_runs(runs: Sequence[RunRecord], configs: Sequence[dict[str, Any]]) 
             given = configs[group[0]].get("name")
             if given and len(group) == 1:
                 parts = {"name": str(given)}
-            elif len(groups) > 1 and len(group) == 1:
-                parts = parts | {"run": names[group[0]]}
+            else:
+                parts = parts | ({"seed": f"seed {configs[group[0]]['seed']}"} if differ_in_seed else {})
+                parts = parts | ({"run": names[group[0]]} if len(groups) > 1 and len(group) == 1 else {})
             points = [_point(configs[number], parts) for number in group]
             rows.append(Row(points, [runs[number] for number in group], parts))
     return Sweep(Experiment(), with_unique_labels(rows), LOSS, [], [])
@@ -160,31 +175,57 @@ def short_names(directories: Sequence[Path]) -> list[str]:
 
 
 def distinguishing_settings(configs: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
-    """Return the parts of a label for each run: the settings that distinguish all of them, else the names of the runs.
+    """Return the parts of a label for each run: the settings that differ, or its name where these are not enough.
 
-    A group is represented by its option, as in `mhc, lr 0.01`.
+    A group is represented by its option, as in `mhc, lr 0.01`. Of more than MOST_SHOWN settings, those that matter most
+    are shown, and those without which the labels of different runs would be the same.
     """
     values = list(configs.values())
     if len(values) == 1 and "model.name" in values[0]:
         return {run: {"model": str(config["model.name"])} for run, config in configs.items()}
-    different = differing_settings(values)
+    different = {key: row for key, row in differing_settings(values).items() if not _is_of_option(key, row, values)}
     labels: dict[str, dict[str, str]] = {run: {} for run in configs}
-    for key in sorted(different, key=lambda key: (not key.endswith(".name"), importance(key))):
-        longer = {
-            run: label | _part(key, value) for (run, label), value in zip(labels.items(), different[key], strict=True)
-        }
-        if _distinct(longer) > _distinct(labels):
+    for shown, key in enumerate(sorted(different, key=lambda key: (not key.endswith(".name"), importance(key)))):
+        parts = _parts(key, different[key])
+        longer = {run: label | part for (run, label), part in zip(labels.items(), parts, strict=True)}
+        if shown < MOST_SHOWN or _distinct(longer) > _distinct(labels):
             labels = longer
     is_distinct = _distinct(labels) == len(labels)
     return {run: label if label and is_distinct else {"run": run} for run, label in labels.items()}
 
 
-def _part(key: str, value: Any) -> dict[str, str]:
-    if value is ABSENT:
-        return {}
+def _parts(key: str, values: Sequence[Any]) -> list[dict[str, str]]:
+    """Return a setting as a part of each run's label; none for a run without it, or whose length is in another unit."""
     group = key.removesuffix(".name")
-    text = override_text(value)
-    return {group: short_value(text) if group != key else setting_text(key, text)}
+    texts = [
+        None if value is ABSENT or (value is None and key in LENGTHS) else override_text(value) for value in values
+    ]
+    known = [text for text in texts if text is not None]
+    shown = {text: short_value(text) for text in known} if group != key else setting_texts(key, known)
+    return [{} if text is None else {group: shown[text]} for text in texts]
+
+
+def _is_of_option(key: str, values: Sequence[Any], configs: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether each run's value is that of its size, or of the option of its group, which its label names."""
+    group, _, inner = key.partition(".")
+    if group != "size" and all(f"size.{inner}" in config for config in configs):
+        return inner != "name" and all(
+            value == config[f"size.{inner}"] for value, config in zip(values, configs, strict=True)
+        )
+    options = [str(config.get(f"{group}.name")) for config in configs]
+    usual = [_option(group, option).get(key) for option in options]
+    texts = [None if value in (ABSENT, {}) else _text(key, value) for value in values]
+    return inner != "name" and _is_function(values, options) and texts == usual
+
+
+@functools.cache
+def _option(group: str, name: str) -> dict[str, str]:
+    """Return the settings of an option of a group, as texts; {} if there is no such option."""
+    file = next((file for file in (CONF / group).glob("*.yaml") if file.stem == name), None)
+    if file is None:
+        return {}
+    settings = flatten(asdict(Config())) | flatten(read_yaml(file), f"{group}.")
+    return {key: _text(key, value) for key, value in settings.items() if key.startswith(f"{group}.") and value != {}}
 
 
 def _distinct(labels: Mapping[str, dict[str, str]]) -> int:
@@ -202,7 +243,7 @@ def difference_tables(configs: Mapping[str, dict[str, Any]]) -> list[Table]:
     tables = []
     for start in range(0, len(names), BESIDE):
         beside = slice(start, start + BESIDE)
-        rows = [cells([key, *map(_value_text, values[beside])]) for key, values in different.items()]
+        rows = [cells([key, *(_text(key, value) for value in values[beside])]) for key, values in different.items()]
         title = SETTINGS if start == 0 else ""
         tables.append(Table(["setting", *names[beside]], rows, title, words=True))
     return tables
@@ -222,11 +263,13 @@ def differing_settings(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]
 
 def _follows(key: str, values: Sequence[Any], models: Sequence[Any]) -> bool:
     """Return whether a setting of a mechanism has the same value in all runs of each mechanism, so its name says it."""
-    if not key.startswith(("model.connection.", "model.attention.")):
-        return False
-    by_model = {repr(model): value for model, value in zip(models, values, strict=True)}
-    return all(by_model[repr(model)] == value for model, value in zip(models, values, strict=True))
+    return key.startswith(("model.connection.", "model.attention.")) and _is_function(values, models)
 
 
-def _value_text(value: Any) -> str:
-    return DASH if value is ABSENT else "null" if value is None else str(value)
+def _is_function(values: Sequence[Any], of: Sequence[Any]) -> bool:
+    by_other = {repr(other): value for other, value in zip(of, values, strict=True)}
+    return all(by_other[repr(other)] == value for other, value in zip(of, values, strict=True))
+
+
+def _text(key: str, value: Any) -> str:
+    return DASH if value is ABSENT else normal_value(key, override_text(value))

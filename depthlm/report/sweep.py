@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import depthlm
@@ -15,7 +16,7 @@ from depthlm.config.schema import Config
 from depthlm.counts import count_text
 from depthlm.errors import UserError
 from depthlm.model.shape import Size
-from depthlm.report.rows import Measured, Row, difference, gather, number, paper, paper_difference, pooled
+from depthlm.report.rows import Measured, Row, difference, gather, measured, number, paper, paper_difference, pooled
 from depthlm.runs.records import COMPLETE, RunRecord, read_run, recorded_settings
 from depthlm.sweeps.points import Point, expand, load_experiment, parsed_value, sweep_points
 
@@ -145,18 +146,55 @@ class Sweep:
             groups.setdefault(key, []).append(row)
         return list(groups.values())
 
+    @cached_property
+    def _references(self) -> list[tuple[Row, Row | None]]:
+        """Each row but the references, and the row with which it is compared."""
+        pairs = [(row, self.reference_of(row)) for row in self.rows]
+        return [(row, reference) for row, reference in pairs if row is not reference]
+
     def differences(self) -> list[Difference]:
         """Return the difference of each row but the references, with the deviation pooled over the rows of a series."""
         name, column = self.first
-        result = {}
-        for series in self.series:
-            pairs = [(row, self.reference_of(row)) for row in series.rows]
-            pairs = [(row, reference) for row, reference in pairs if row is not reference]
-            ours = [None if reference is None else difference(row, reference, column) for row, reference in pairs]
-            for (row, reference), measured in zip(pairs, pooled(ours), strict=True):
-                printed = None if reference is None else paper_difference(row, reference, name)
-                result[row.label] = Difference(row, reference, measured, printed)
-        return [result[row.label] for row in self.rows if row.label in result]
+        return [
+            Difference(row, other, ours, None if other is None else paper_difference(row, other, name))
+            for (row, other), ours in zip(self._references, self._measured(self._references, column), strict=True)
+        ]
+
+    def best(self, column: Column) -> set[str]:
+        """Return the label of the best row of each task that the seeds separate from all others of the task.
+
+        They do where no 95% interval of its difference from another row contains 0; between a row and its reference, it
+        is the interval that `differences` has for the column.
+        """
+        sign = 1 if column.better == "lower" else -1
+        known = {}
+        for (row, other), ours in zip(self._references, self._measured(self._references, column), strict=True):
+            if other is not None and ours is not None:
+                known[row.label, other.label] = ours
+                known[other.label, row.label] = replace(ours, mean=-ours.mean)
+        labels = set()
+        for rows in self.tasks:
+            means = {row.label: sign * value.mean for row in rows if (value := measured(row, column)) is not None}
+            if len(means) < 2:
+                continue
+            best = min((row for row in rows if row.label in means), key=lambda row: means[row.label])
+            others = [row for row in rows if row.label in means and row is not best]
+            own = self._measured([(row, best) for row in others], column)
+            worse = [known.get((row.label, best.label), ours) for row, ours in zip(others, own, strict=True)]
+            if all(ours and ours.interval is not None and sign * ours.mean > ours.interval for ours in worse):
+                labels.add(best.label)
+        return labels
+
+    def _measured(self, pairs: Sequence[tuple[Row, Row | None]], column: Column) -> list[Measured | None]:
+        """Return the difference of each pair; the deviation is pooled over pairs whose first rows are of one series."""
+        ours = [None if other is None else difference(row, other, column) for row, other in pairs]
+        members: dict[str, list[int]] = {}
+        for place, (row, _) in enumerate(pairs):
+            members.setdefault(self.series_of(row), []).append(place)
+        for places in members.values():
+            for place, pooled_one in zip(places, pooled([ours[place] for place in places]), strict=True):
+                ours[place] = pooled_one
+        return ours
 
     def stamp(self, beside_paper: bool = False) -> str:
         """Return what a figure shows, for readers who see it without its report.
@@ -251,7 +289,9 @@ def with_baseline(sweep: Sweep, baseline: str | None) -> Sweep:
         if any(map(by_setting.is_baseline, by_setting.rows)):
             return by_setting
     labels = [row.label for row in sweep.rows]
-    raise UserError(f"baseline={baseline}: no such row; allowed: {listed(labels)}{nearest(baseline, labels)}")
+    # a label has commas of its own
+    allowed = listed(f"`{label}`" for label in labels)
+    raise UserError(f"baseline={baseline}: no such row; allowed: {allowed}{nearest(baseline, labels)}")
 
 
 def _compose_rows(rows: Sequence[Row], config_dir: str | Path | None) -> list[Config]:
@@ -262,7 +302,8 @@ def _compose_rows(rows: Sequence[Row], config_dir: str | Path | None) -> list[Co
     for row in rows:
         protocol = frozenset(item for item in row.settings.items() if not item[0].startswith(mechanism))
         if protocol not in composed:
-            composed[protocol] = compose_anywhere(row.points[0].checkable(), config_dir)
+            # the machine of a run chooses its precision
+            composed[protocol] = compose_anywhere(row.points[0].checkable(), config_dir, auto_precision="auto")
         configs.append(composed[protocol])
     return configs
 

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from depthlm.config.names import setting_text
 from depthlm.counts import count_text, duration_text
 from depthlm.report.comparison import difference_text
 from depthlm.report.experiment_report import LONGEST_REASON, picture, protocol_parts, state_line
 from depthlm.report.figures.loss_curves import Panel, draw_loss_curves
-from depthlm.report.rows import Measured, Row, measured, number, pooled, separated
+from depthlm.report.rows import Measured, Row, measured, number, pooled
 from depthlm.report.scaling_laws import NEEDS, curves, needed_text, savings
 from depthlm.report.sweep import Difference, Sweep
 from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, markdown, number_text, plain
@@ -62,11 +63,12 @@ def results_table(sweep: Sweep) -> Table:
         losses |= zip([row.label for row in rows], pooled([measured(row, column) for row in rows]), strict=True)
     differences = {entry.row.label: entry for entry in sweep.differences() if _is_alike(sweep, entry)}
     needs = {entry.size.row.label: entry.needs["compute"] for entry in savings(sweep, curves(sweep))}
-    best = {label for rows in sweep.tasks if (label := separated(rows, column)) is not None}
+    best = sweep.best(column)
     head = ["", "seeds", "validation loss ↓"]
     if differences:
         references = {entry.reference.label for entry in differences.values() if entry.reference is not None}
-        head.append(f"against {references.pop() if len(references) == 1 else sweep.experiment.baseline}")
+        baseline = setting_text(sweep.experiment.series, sweep.experiment.baseline)
+        head.append(f"against {references.pop() if len(references) == 1 else baseline}")
     if any(needs.values()):
         head.append(NEEDS["compute"])
     table = []
@@ -106,7 +108,7 @@ def runs_table(sweep: Sweep) -> Table:
 
 def run_label(sweep: Sweep, row: Row, seed: str) -> str:
     """Return the label of a run: that of its row, with the seed where the sweep has several."""
-    several = len({seed for row in sweep.rows for seed in row.seeds}) > 1
+    several = "seed" not in row.parts and len({seed for row in sweep.rows for seed in row.seeds}) > 1
     return f"{row.label}, seed {seed}" if several else row.label
 
 

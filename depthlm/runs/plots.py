@@ -87,6 +87,15 @@ def short(text: str, width: int = 44) -> str:
     return (text if len(text) <= width else f"{text[: width - 1]}…").replace("$", r"\$")
 
 
+def distinct(texts: Sequence[str], width: int = 44) -> list[str]:
+    """Return texts for a legend or an axis as `short` does, but as long as different ones need to stay different."""
+    for wider in range(width, max(map(len, texts), default=0)):
+        shortened = [short(text, wider) for text in texts]
+        if len({*shortened}) == len({*texts}):
+            return shortened
+    return [short(text, max(width, len(text))) for text in texts]
+
+
 def ink(colour: tuple[float, ...]) -> str:
     """Return black or white, whichever is legible on this colour."""
     red, green, blue, *_ = colour

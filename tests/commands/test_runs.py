@@ -89,6 +89,11 @@ def test_a_value_that_was_filtered_or_sorted_by_is_a_column(root: Path, capsys: 
     assert re.split(r"  +", line.strip())[8:10] == ["0.001", "[b]"]
 
 
+def test_filters_that_no_run_matches_are_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["nothing", "model=mhc"], "depthlm runs")
+    assert capsys.readouterr().out == "no run below outputs matches `nothing` and `model=mhc`\n"
+
+
 def test_a_comparison_prints_results_and_differing_settings_and_draws_both_curves(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -187,6 +187,22 @@ def test_the_name_of_a_derived_run_begins_with_that_of_its_origin() -> None:
     assert from_run("seed=2", run="runs/mine").output_dir == "runs/mine__seed-2"
 
 
+def test_a_run_that_derives_from_one_with_the_usual_name_has_the_name_of_a_direct_command(tmp_path: Path) -> None:
+    run = "outputs/default/mhc-micro-seed2-lr1e-3-data.max_tokens1M-max_steps40"
+    model, data, steps, rate = "model=mhc", "data.max_tokens=1M", "training.max_steps=40", "optimizer.lr=1e-3"
+    save(run, model, "size=micro", "seed=2", data, steps, rate)
+    local = ("data=local", f"data.source={tmp_path}/texts")
+    for overrides, direct in (
+        (("optimizer.lr=3e-3",), (model, "seed=2", data, steps)),
+        (("optimizer.lr=2e-3", "seed=1"), (model, data, steps, "optimizer.lr=2e-3")),
+        (("optimizer=muon",), (model, "seed=2", data, steps, "optimizer=muon")),
+        (("training.max_tokens=2M",), (model, "seed=2", data, rate, "training.max_tokens=2M")),
+        (local, (model, "seed=2", steps, rate, *local)),
+    ):
+        assert from_run(*overrides, run=run) == compose_anywhere(["size=micro", *direct])
+    assert from_run("optimizer.lr=3e-3", run=run).output_dir == run.replace("-lr1e-3", "")
+
+
 def test_a_run_that_derives_from_a_named_one_does_not_have_its_name() -> None:
     save("runs/mine", "name=mine")
     same, other, named = (

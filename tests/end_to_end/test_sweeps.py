@@ -69,6 +69,16 @@ def test_repeating_a_sweep_skips_resumes_and_repeats_points(
 
 
 @pytest.mark.slow
+def test_a_dry_run_of_a_sweep_prints_no_results(small_run: Callable[..., list[str]], run: Run) -> None:
+    kept = [text for text in small_run("dry_run=true") if not text.startswith("output_dir=")]
+    done = run(*TRAIN, "-m", *kept, "model=vanilla,mhc")
+    assert done.returncode == 0, done.stderr
+    assert "2 points: 2 waiting" in done.stdout
+    assert "Results" not in done.stdout
+    assert "depthlm report" not in done.stdout
+
+
+@pytest.mark.slow
 def test_optuna_tunes_the_learning_rate_and_resumes_its_study(
     small_run: Callable[..., list[str]], tmp_path: Path, run: Run
 ) -> None:

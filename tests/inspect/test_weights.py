@@ -270,3 +270,12 @@ def test_gates_are_a_curve_over_the_layers(build: Build) -> None:
     for part, first, panel in zip(("attention", "mlp"), (0, 1), picture.draw().axes, strict=True):
         same(picture.arrays[f"highway_gate_{part}"], np.repeat(gates[first::2, None], 16, -1))
         same(panel.lines[0].get_ydata(), gates[first::2])
+
+
+def test_what_acts_on_the_output_of_a_sublayer_is_titled_so(build: Build) -> None:
+    pictures = {picture.name: picture for picture in collect(build("model=mhc"), [TOKENS])[0]}
+    for name, titles in (
+        ("mhc_pre", ["before attention", "before the MLP"]),
+        ("mhc_post", ["after attention", "after the MLP"]),
+    ):
+        assert [axes.get_title() for axes in pictures[name].draw().axes[:2]] == titles

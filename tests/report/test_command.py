@@ -71,7 +71,7 @@ def test_overrides_select_points_and_changes_are_reported(monkeypatch: pytest.Mo
         (["runs=nowhere"], "runs=nowhere: no such folder"),
         (["nowhere"], "nowhere: no such folder"),
         (["file", "seed=1"], "seed=1: not with a folder of runs"),
-        (["model=vanilla,mhc", "baseline=dca"], "baseline=dca: no such row; allowed: vanilla, mhc"),
+        (["model=vanilla,mhc", "baseline=dca"], "baseline=dca: no such row; allowed: `vanilla`, `mhc`"),
         (["runs=x", "seed=1"], "seed=1: not with a folder of runs"),
         (["experiment=pair", "to=file/report"], "to=file/report: the report cannot be written there"),
         (["experiment=pair", "to=file"], "to=file: the report cannot be written there"),
@@ -110,8 +110,24 @@ def test_a_sweep_without_an_experiment_has_a_report(
     assert "comparable" not in shown
     folder = Path("outputs/default/report-vanilla-mhc-lr1e-3-3e-3-seed1-2")
     text = (folder / "report.md").read_text()
+    run(monkeypatch, "model=vanilla,mhc", "optimizer.lr=1e-3,3e-3", "seed=1,2", "baseline=mhc")
+    assert "against mhc" in Path(f"{folder}-baseline-mhc/report.md").read_text()
+    assert (folder / "report.md").read_text() == text
     assert row(text, "mhc, lr 1e-3, seed 2")[-1] == "outputs/default/mhc-tiny-seed2-lr1e-3"
     assert "| size               | tiny" in text
+
+
+def test_the_protocol_has_the_precision_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def precision(*overrides: str) -> list[str]:
+        run(monkeypatch, *overrides, "to=report")
+        return row(Path("report/report.md").read_text(), "precision")
+
+    assert precision("model=vanilla,mhc") == ["auto"]
+    write_run("outputs/default/mhc-tiny-seed1", config={"precision": {"name": "fp32"}})
+    assert precision("model=vanilla,mhc") == ["fp32"]
+    write_run("outputs/default/vanilla-tiny-seed1", config={"precision": {"name": "bf16"}})
+    assert precision("model=vanilla,mhc") == ["bf16; fp32"]
+    assert precision("precision=bf16") == ["bf16"]
 
 
 def test_the_results_of_a_sweep_are_printed_with_the_command_that_prints_them_again(

@@ -125,7 +125,7 @@ def test_a_sweep_over_sizes_has_a_panel_for_each() -> None:
             ["num layers 2, norm pre", "num layers 4, norm pre", "num layers 4, norm post"],
             ["vanilla", "dca"],
         ),
-        ([{"model": ["vanilla", "dca"], "optimizer.lr": [0.1, 0.2]}], ["lr 0.1", "lr 0.2"], ["vanilla", "dca"]),
+        ([{"model": ["vanilla", "dca"], "optimizer.lr": [0.1, 0.001]}], ["lr 0.1", "lr 1e-3"], ["vanilla", "dca"]),
         # without a second row of any task, the sizes are the panels: here the configurations have one
         ([{"label": "vanilla", "model": "vanilla", "size.num_layers": [2, 4]}], ["tiny"], ["2", "4"]),
         (
@@ -160,6 +160,31 @@ def test_seeds_are_drawn_as_their_mean_and_a_band(monkeypatch: pytest.MonkeyPatc
     # the steep start is above the axis
     assert low < min(first[-1], second[-1], 2.5)
     assert high < first[4]
+
+
+def test_the_range_includes_the_end_of_runs_that_are_shorter_than_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = [curve(f"{rows} rows", 3.0, done=rows / 40, failure="no") for rows in (1, 4)]
+    (axes,), _ = drawn([Panel("", [*short, curve("whole", 2.5)])], monkeypatch)
+    low, high = axes.get_ylim()
+    ends = [read(run).end for each in short for run in each.runs]
+    assert all(low < loss < high for _, loss in ends)
+
+
+def test_names_are_as_long_as_their_difference_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"mhc, lr 3e-3, data.max_tokens 1M, batch_size 12, max_steps {steps}" for steps in (40, 80)]
+    (axes,), _ = drawn([Panel("", [curve(name, 3.0) for name in [*names, "x" * 60]])], monkeypatch)
+    assert [text.get_text() for text in axes.texts[:2]] == names
+    (axes,), _ = drawn([Panel("", [curve(names[0], 3.0)])], monkeypatch)
+    assert axes.texts[0].get_text() == f"{names[0][:43]}…"
+
+
+def test_titles_of_panels_beside_each_other_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    title = "lr 1e-3: 2 layers of width 64, 369.1K to 394.8K parameters"
+    panels, _ = drawn([Panel(title, [curve(f"a{number}", 3.0)]) for number in range(3)], monkeypatch)
+    panels[0].figure.draw_without_rendering()
+    boxes = [axes.title.get_window_extent() for axes in panels]
+    ends = [*(box.x0 for box in boxes[1:]), panels[0].figure.bbox.x1]
+    assert all(box.x1 < end for box, end in zip(boxes, ends, strict=True))
 
 
 def test_incomplete_runs_are_pale_and_end_in_a_cross(monkeypatch: pytest.MonkeyPatch) -> None:

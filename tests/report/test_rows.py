@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from depthlm.config.experiment import Column, Experiment
-from depthlm.report.rows import Measured, Row, by_seed, difference, gather, measured, number, paper, pooled, separated
+from depthlm.report.rows import Measured, Row, by_seed, difference, gather, measured, number, paper, pooled
 from depthlm.report.sweep import Sweep
 from depthlm.runs.records import read_run
 from depthlm.sweeps.points import Point, sweep_points
@@ -198,8 +198,8 @@ def test_the_best_row_is_better_at_every_common_seed() -> None:
             write_run(home(f"{name}-{seed}"), loss)
     points = [point(name, f"{name}-{seed}", model=name, seed=str(seed)) for name, of in losses.items() for seed in of]
     # the mean of b is higher because of its third seed, but b is lower at the other two
-    assert separated(rows(*points), LOSS) is None
-    assert separated(rows(*(point for point in points if point.seed != "3")), LOSS) == "b"
+    assert sweep(*points).best(LOSS) == set()
+    assert sweep(*(point for point in points if point.seed != "3")).best(LOSS) == {"b"}
 
 
 def test_rows_whose_settings_look_alike_have_labels_of_their_own() -> None:

@@ -1,10 +1,13 @@
 """`runs=`: any run directories side by side."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from depthlm.config import compose_anywhere
+from depthlm.config.keys import flatten
 from depthlm.errors import UserError
 from depthlm.report import report
 from depthlm.report.runs_report import distinguishing_settings, find_runs, short_names
@@ -93,9 +96,21 @@ def test_another_row_may_be_the_baseline(capsys: pytest.CaptureFixture[str]) -> 
         write_run(f"outputs/{rate}", loss, config={"optimizer": {"lr": rate}})
     report(["outputs", "baseline=optimizer.lr=1e-3"])
     assert "against lr 1e-3" in capsys.readouterr().out
-    assert row(Path("outputs/report/report.md").read_text(), "lr 0.1")[2] == "+0.5000"
-    with pytest.raises(UserError, match=r"baseline=mhc: no such row; allowed: lr 1e-3, lr 0\.1"):
+    (path,) = Path("outputs").glob("report-baseline-optimizer.lr-1e-3-*/report.md")
+    assert row(path.read_text(), "lr 0.1")[2] == "+0.5000"
+    with pytest.raises(UserError, match=r"baseline=mhc: no such row; allowed: `lr 1e-3`, `lr 0\.1`"):
         report(["outputs", "baseline=mhc"])
+
+
+def test_reports_beside_the_runs_are_skipped() -> None:
+    for number in range(2):
+        write_run(f"outputs/{number}", config={"optimizer": {"lr": number}})
+    report(["outputs"])
+    folders = sorted(map(str, Path("outputs").iterdir()))
+    assert folders == ["outputs/0", "outputs/1", "outputs/report"]
+    assert [str(run.directory) for run in find_runs(folders)] == folders[:2]
+    with pytest.raises(UserError, match="name run directories"):
+        find_runs(folders[2:])
 
 
 def test_a_run_named_twice_is_reported_once() -> None:
@@ -127,11 +142,11 @@ def test_names_are_as_short_as_possible_and_distinct() -> None:
     assert short_names([Path("o/a"), Path("o/b")]) == ["a", "b"]
 
 
-def test_rows_are_named_by_the_settings_that_distinguish_the_runs() -> None:
+def test_rows_are_named_by_the_settings_in_which_the_runs_differ() -> None:
     mhc = {"model.name": "mhc", "model.connection.num_streams": 4, "optimizer.lr": 0.1}
     assert distinguishing_settings({"a": mhc, "b": mhc | {"model.name": "dca", "optimizer.lr": 0.2}}) == {
-        "a": {"model": "mhc"},
-        "b": {"model": "dca"},
+        "a": {"model": "mhc", "optimizer.lr": "lr 0.1"},
+        "b": {"model": "dca", "optimizer.lr": "lr 0.2"},
     }
     by_setting = {"a": mhc, "b": mhc | {"model.connection.num_streams": 2}, "c": mhc | {"optimizer.lr": 0.2}}
     assert [", ".join(parts.values()) for parts in distinguishing_settings(by_setting).values()] == [
@@ -140,6 +155,29 @@ def test_rows_are_named_by_the_settings_that_distinguish_the_runs() -> None:
         "connection.num_streams 4, lr 0.2",
     ]
     assert distinguishing_settings({"a": mhc, "b": mhc}) == {"a": {"run": "a"}, "b": {"run": "b"}}
+
+
+def test_what_follows_from_a_size_or_an_option_is_not_in_the_name_of_a_row() -> None:
+    def labels(*overrides: list[str]) -> list[str]:
+        configs = {str(number): flatten(asdict(compose_anywhere(texts))) for number, texts in enumerate(overrides)}
+        return [", ".join(parts.values()) for parts in distinguishing_settings(configs).values()]
+
+    assert labels(["size=micro"], ["size=nano_60k"]) == ["micro", "nano_60k"]
+    assert labels(["optimizer=muon"], ["optimizer=adamw"]) == ["muon", "adamw"]
+    assert labels(["size=micro", "optimizer.lr=1e-3"], ["size=nano_60k"]) == ["micro, lr 1e-3", "nano_60k, lr 0.024"]
+    lengths = labels(["training.max_steps=9", "model=mhc"], ["training.max_tokens=1M"])
+    assert lengths == ["mhc, max_steps 9", "vanilla, max_tokens 1M"]
+
+
+def test_rows_of_one_seed_each_are_named_by_their_seeds_if_these_differ() -> None:
+    for seed, model in enumerate(("mhc", "vanilla"), 1):
+        write_run(
+            f"outputs/{model}", config={"seed": seed, "model": {"name": model}, "data": {"max_tokens": 10**6 * seed}}
+        )
+    text = report(["outputs"]).read_text()
+    assert row(text, "mhc, data.max_tokens 1M, seed 1")[0] == "1"
+    assert row(text, "vanilla, data.max_tokens 2M, seed 2", 1)[0] == "complete"
+    assert row(text, "data.max_tokens") == ["1M", "2M"]
 
 
 def test_a_project_that_wandb_cannot_have_is_refused() -> None:

@@ -53,6 +53,23 @@ def test_the_seeds_are_counted_and_their_interval_is_pooled() -> None:
     assert lines(table)["lr 3e-3"][2] == "-0.1000 [-0.1000, -0.1000]"
 
 
+def test_the_best_row_is_bold_by_the_interval_of_its_own_line() -> None:
+    overrides = ["model=vanilla,mhc,moda,dca", "seed=1,2"]
+    losses = {"vanilla": (3.0, 3.1), "mhc": (3.0, 3.1), "moda": (3.0, 3.1), "dca": (2.6, 2.78)}
+
+    def dca() -> tuple[str, bool]:
+        for point in sweep_points(overrides):
+            write_run(point.directory, losses[point.mechanism][int(point.seed or 1) - 1])
+        best = results_table(read_sweep(overrides)).rows[0]
+        assert best[0].text == "dca"
+        return best[3].text, best[2].bold
+
+    # Student's t of one degree of freedom is 12.706; of all four differences together it would be 2.776
+    assert dca() == ("-0.3600 [-0.8682, +0.1482]", False)
+    losses["dca"] = (2.6, 2.71)
+    assert dca() == ("-0.3950 [-0.4585, -0.3315]", True)
+
+
 def test_a_run_that_was_extended_has_its_new_length() -> None:
     overrides = ["model=vanilla,mhc", "training.max_steps=40,80"]
     for point in sweep_points(overrides):
@@ -75,6 +92,7 @@ def test_a_row_is_compared_only_where_the_baseline_has_its_settings() -> None:
         write_run(point.directory, 3.0)
     sweep = read_sweep([*overrides[:1], "optimizer.lr=1e-3,2e-3"])
     assert lines(results_table(sweep))["mhc, lr 2e-3"][2] == "0.0000"
+    assert results_table(with_baseline(sweep, "optimizer.lr=1e-3")).head[3] == "against lr 1e-3"
     only_mhc = replace(sweep, rows=[row for row in sweep.rows if row.label != "vanilla, lr 2e-3"])
     assert lines(results_table(only_mhc))["mhc, lr 2e-3"][2] == "–"
 

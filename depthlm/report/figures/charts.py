@@ -12,7 +12,7 @@ from depthlm.report.figures.style import Style, mechanism_of, style_of
 from depthlm.report.rows import Row, as_number, measured, ordered, paper, setting, setting_title
 from depthlm.report.sweep import Difference, Sweep, references_text, title_of
 from depthlm.report.tables import signed_text
-from depthlm.runs.plots import grid, legend_below, log_ticks, save, short, subplots
+from depthlm.runs.plots import distinct, grid, legend_below, log_ticks, save, short, subplots
 
 # a numeric axis that spans more than this factor becomes logarithmic, and so does one with a constant factor between
 # its numbers
@@ -80,7 +80,7 @@ def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
         grid(panel, "x")
         if side_by_side:
             panel.set_title(title)
-    axes[0, 0].set_yticks(range(len(bars)), [short(bar.row.label, 36) for bar in bars])
+    axes[0, 0].set_yticks(range(len(bars)), distinct([bar.row.label for bar in bars], 36))
     axes[0, 0].set_ylim(len(bars) - 0.4, -0.6)
     against = references_text(bars)
     figure.supxlabel(

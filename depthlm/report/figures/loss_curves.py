@@ -1,5 +1,6 @@
 """The training losses of many runs in one figure: a panel per task, and a curve per row."""
 
+import textwrap
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,11 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from depthlm.config.names import normal_value
 from depthlm.counts import count_text
 from depthlm.report.figures.style import Mechanism, Style, mechanism_of, style_of
 from depthlm.report.rows import Row, number, setting_title
 from depthlm.report.sweep import Sweep, range_text
-from depthlm.runs.plots import grid, save, short, subplots
+from depthlm.runs.plots import distinct, grid, save, short, subplots
 from depthlm.runs.records import COMPLETE, RunRecord, interval_losses
 
 # SMOOTHED: the share of a run's logged steps in the running mean. START: the share of a panel's longest run whose
@@ -24,6 +26,8 @@ MOST_NAMED = 24
 ACROSS = 3
 # points of the text at the end of a curve, and of one line of it
 TEXT, LINE = 8, 10
+# points of a title, and inches beside it: those of the y axis
+TITLE, MARGIN = 10, 0.7
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def panels_of(sweep: Sweep) -> list[Panel]:
     sizes = {row.label: config.size.name for row, config in zip(sweep.rows, sweep.configs, strict=True)}
     if len(groups) == 1:
         title = sizes[sweep.rows[0].label] if len(set(sizes.values())) == 1 else ""
-        return [_panel(sweep, title, sweep.rows, [row.label for row in sweep.rows])]
+        return [_panel(sweep, title, sweep.rows, names_of(sweep.rows))]
     if len(groups) == len(sweep.rows):
         titles = list(dict.fromkeys(sizes.values()))
         groups = [[row for row in sweep.rows if sizes[row.label] == title] for title in titles]
@@ -114,7 +118,7 @@ def _titles(sweep: Sweep, groups: Sequence[Sequence[Row]]) -> list[str]:
         if all(len(of_group) == 1 and None not in of_group for of_group in values):
             # the value of a group, `size=tiny`, says what it is; a number does not
             title = f"{setting_title(name)} " if "." in name else ""
-            by_setting.append([f"{title}{value}" for (value,) in values if value != "null"])
+            by_setting.append([f"{title}{normal_value(name, value or '')}" for (value,) in values if value != "null"])
     by_setting = [titles for titles in by_setting if len(titles) == len(groups) and len(set(titles)) > 1]
     several = [", ".join(texts) for texts in zip(*by_setting, strict=True)]
     for titles in (*by_setting, several):
@@ -139,13 +143,17 @@ def draw_loss_curves(panels: Sequence[Panel], path: Path, stamp: str, title: str
     down = -(-len(panels) // across)
     names = min(MOST_NAMED, max(len(panel.curves) for panel in panels))
     inner = max(2.6 if len(panels) > 1 else 3.6, names * LINE / 72)
-    longest = max(len(_name(curve)) for panel in panels for curve in panel.curves)
+    longest = max(len(name) for panel in panels for name in _names(panel))
     # the width of the names is about 0.6 of their height
-    wide = longest * 0.6 * TEXT / 72
-    width = ((6.5 if across == 1 else 3.7) + wide) * across
-    figure, axes = subplots(across, width, (inner + 0.9) * down, rows=down)
-    for place, panel in zip(axes.flat, panels, strict=False):
+    wide = (6.5 if across == 1 else 3.7) + longest * 0.6 * TEXT / 72
+    # names stand at the right of the curves, so a title may be as wide as both
+    letters = int((wide - MARGIN) * 72 / (0.55 * TITLE))
+    heads = [textwrap.fill(short(panel.title, 2 * letters), letters) for panel in panels]
+    high = inner + 0.9 + TITLE / 60 * max(head.count("\n") for head in heads)
+    figure, axes = subplots(across, wide * across, high * down, rows=down)
+    for place, panel, head in zip(axes.flat, panels, heads, strict=False):
         _draw(place, panel, inner)
+        place.set_title(head, fontsize=TITLE, x=0, ha="left")
     for place in axes.flat[len(panels) :]:
         place.set_visible(False)
     for place in axes[:, 0]:
@@ -207,19 +215,18 @@ def _draw(axes: Any, panel: Panel, height: float) -> None:
 
     drawn: list[Line] = []
     ends: dict[Mechanism, list[End]] = {}
-    for curve, style in zip(panel.curves, style_of([curve.mechanism for curve in panel.curves]), strict=True):
+    styles = style_of([curve.mechanism for curve in panel.curves])
+    for curve, name, style in zip(panel.curves, _names(panel), styles, strict=True):
         lines = _draw_curve(axes, curve, style)
         drawn += lines
         if lines:
-            ends.setdefault(curve.mechanism, []).append(End(_name(curve), style.colour, *lines[-1].end))
+            ends.setdefault(curve.mechanism, []).append(End(name, style.colour, *lines[-1].end))
     named = [end for of_mechanism in ends.values() for end in of_mechanism]
     if len(named) > MOST_NAMED:
         lowest = [min(of_mechanism, key=lambda end: end.y) for of_mechanism in ends.values()]
         named = [end._replace(name=short(mechanism.name)) for mechanism, end in zip(ends, lowest, strict=True)]
     _limit(axes, drawn)
     label_ends(axes, named, height)
-    # names stand at the right of the curves, so a centred title would begin outside the figure
-    axes.set_title(short(panel.title, 70), fontsize="medium", x=0, ha="left")
     axes.set_xlabel("tokens")
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: count_text(value)))
@@ -247,25 +254,34 @@ def _draw_curve(axes: Any, curve: LossCurve, style: Style) -> list[Line]:
         for line in complete:
             axes.plot(*line, lw=0.7, **look)
         return sorted(lines, key=lambda line: line.tokens[-1])
-    axes.plot(mean.tokens, mean.loss, lw=1.5, **look)
+    is_point = np.isfinite(mean.loss).sum() == 1
+    axes.plot(mean.tokens, mean.loss, lw=1.5, marker="." if is_point else None, **look)
     if len(complete) > 1:
         axes.fill_between(mean.tokens, losses.min(axis=0), losses.max(axis=0), color=style.colour, alpha=0.15, lw=0)
     return [*lines, mean]
 
 
-def _name(curve: LossCurve) -> str:
-    """Return the name of a curve, with the state of a run that is alone and not complete."""
-    name, run = short(curve.name), curve.runs[0]
-    if len(curve.runs) > 1 or run.state == COMPLETE or run.step is None:
-        return name
-    return f"{name} ({run.state}, step {run.step:,})"
+def _names(panel: Panel) -> list[str]:
+    """Return the names of a panel's curves, each with the state of a run that is alone and not complete."""
+    names = distinct([curve.name for curve in panel.curves])
+    return [f"{name}{_state(curve)}" for name, curve in zip(names, panel.curves, strict=True)]
+
+
+def _state(curve: LossCurve) -> str:
+    run = curve.runs[0]
+    is_alone = len(curve.runs) == 1 and run.state != COMPLETE and run.step is not None
+    return f" ({run.state}, step {run.step:,})" if is_alone else ""
 
 
 def _limit(axes: Any, lines: Sequence[Line]) -> None:
-    """Set a range of losses that includes every loss after the start of the panel's longest run."""
+    """Set a range of losses that includes every loss after the start of the panel's longest run.
+
+    Of a run that ends before, it includes those after its own start.
+    """
     longest = max(float(line.tokens[-1]) for line in lines)
     axes.set_xlim(0, longest)
-    losses = np.concatenate([line.loss[line.tokens >= START * longest] for line in lines])
+    starts = [START * (longest if line.end[0] >= START * longest else line.end[0]) for line in lines]
+    losses = np.concatenate([line.loss[line.tokens >= start] for line, start in zip(lines, starts, strict=True)])
     losses = losses[np.isfinite(losses)]
     if losses.size:
         margin = 0.05 * np.ptp(losses) or 0.1
@@ -276,12 +292,15 @@ def label_ends(axes: Any, ends: Sequence[End], height: float) -> None:
     """Write each name at the right of the axes, at the height of its curve's end if there is space.
 
     Names that would overlap are moved apart and connected to their ends by a thin line, if these are inside the limits
-    of the axes, which must be set before. height: that of the axes, in inches.
+    of the axes, which must be set before; the line to an end before the right edge is dotted, so that it is no curve.
+    height: that of the axes, in inches.
     """
     low, high = axes.get_ylim()
+    edge = axes.get_xlim()[1]
     wanted = [min(max((end.y - low) / (high - low), 0.0), 1.0) for end in ends]
     for end, place in zip(ends, moved_apart(wanted, LINE / (72 * height)), strict=True):
-        line = {"arrowstyle": "-", "color": end.colour, "lw": 0.5, "relpos": (0, 0.5), "shrinkA": 1}
+        dash = "-" if end.x > 0.98 * edge else ":"
+        line = {"arrowstyle": "-", "color": end.colour, "lw": 0.5, "ls": dash, "relpos": (0, 0.5), "shrinkA": 1}
         axes.annotate(
             end.name,
             (end.x, end.y),
