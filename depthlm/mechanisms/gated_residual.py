@@ -57,7 +57,6 @@ class GatedResidual(Connection):
     def figures(self, state: Hidden) -> list[Figure]:
         if self.spec.kind == "final":
             return []
-        panels = "alpha, of the skip", "beta, of the output"
-        return [
-            Figure("gate", torch.stack(self.factors()), ("panel", "hidden"), "the gates of each sublayer", "", panels)
-        ]
+        about, panels = "the gates of each sublayer", ("alpha, of the skip", "beta, of the output")
+        factors_pd = torch.stack(self.factors())
+        return [Figure("gate", factors_pd, ("panel", "hidden"), about, panels=panels, after=True)]

@@ -47,7 +47,8 @@ class Highway(Connection):
     def figures(self, state: Hidden) -> list[Figure]:
         gate = self.weights(state)
         axes = ("batch", "token", "hidden")
-        return [] if gate is None else [Figure("gate", gate, axes, "the gate of each sublayer's output")]
+        about = "the gate of each sublayer's output"
+        return [] if gate is None else [Figure("gate", gate, axes, about, after=True)]
 
 
 class Gate(Linear):

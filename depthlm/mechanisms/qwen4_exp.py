@@ -94,5 +94,5 @@ class Qwen4Exp(Connection):
         (g_btnd, _, write_btn), stream = self.gates(state), ("stream", "batch", "token")
         figures = [Figure("gate", g_btnd.movedim(2, 0), (*stream, "hidden"), "the gate of each stream in a read")]
         if write_btn is not None:
-            figures.append(Figure("write", write_btn.movedim(-1, 0), stream, "where the output of a sublayer goes"))
+            figures.append(Figure("write", write_btn.movedim(-1, 0), stream, "where an output goes", after=True))
         return figures
