@@ -150,12 +150,9 @@ def reads_values(s: int, n: int, d: int) -> int:
     return 3 * n * d + 2 * s * d
 
 
-def streams_values(n: int, d: int, identity: bool = False) -> int:
-    """Return the values per token: n streams and an output three times, new streams and an input, and gradients.
-
-    identity: whether H_res is the identity, so that the backward pass reads no old streams.
-    """
-    return 5 * (n + 1) * d - (n * d if identity else 0)
+def streams_values(n: int, d: int) -> int:
+    """Return the values per token: n streams and an output three times, new streams and an input, and gradients."""
+    return 5 * (n + 1) * d
 
 
 def depth_part_values(n: int, h: int, k: int, e: int) -> int:
@@ -221,7 +218,7 @@ def manifold_post_pre(shape: Shape, make: Make, identity: bool = False) -> Case:
     def call() -> tuple[Tensor, ...]:
         return tuple(present(*mhc_post_pre(x_btnd, pending, parameters, EPS, ITERATIONS)))
 
-    return Case(call, inputs, streams_values(n, d, identity))
+    return Case(call, inputs, streams_values(n, d))
 
 
 def dynamic_post_pre(shape: Shape, make: Make) -> Case:

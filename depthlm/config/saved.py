@@ -110,6 +110,10 @@ def as_text(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
+# values of runs of earlier versions, and what they are called now
+EARLIER = {("model.connection.key_norm", True): "weighted", ("model.connection.key_norm", False): "none"}
+
+
 def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:
     """Return the keys that differ and may affect the result, each with a description of both values.
 
@@ -122,6 +126,8 @@ def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:
             continue
         new = now.get(key)
         old = saved[key] if key in saved else _default(name, now)
+        if isinstance(old, bool) and isinstance(new, str):
+            old = EARLIER.get((name, old), old)
         if isinstance(old, dict) and isinstance(new, dict):
             differences |= compare(old, new, f"{name}.")
         elif old != new:

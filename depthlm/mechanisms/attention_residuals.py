@@ -51,12 +51,13 @@ class AttentionResiduals(Connection):
     query: static: a parameter; input_dependent: a projection of the newest source.
     mixing: softmax of the scores; sigmoid of each score; or scalars: a softmax of one parameter per source, without
         query and key norm.
-    key_norm: True: the scores use RMSNorm(b_j) instead of b_j; "plain": an RMSNorm without a weight.
+    key_norm: weighted: the scores use RMSNorm(b_j); plain: an RMSNorm without a weight; none: b_j. Runs of earlier
+        versions have true for weighted and false for none.
     values: raw: the sum is over b_j; normed: over b_j / rms(b_j), except in the first sublayer, which reads the
         embedding as it is and has no parameters.
     scale: whether the scores are divided by sqrt(D).
     separate_qkv: attentions whose q, k and v have a query, and so an input, of their own: None: none, k: those of every
-        k-th layer, or a list of layers.
+        k-th layer, or a list of layers. In a looped decoder, these are unrolled layers.
     """
 
     colour = "#D55E00"
@@ -69,7 +70,7 @@ class AttentionResiduals(Connection):
         block_size: int | None = None,
         query: str = "static",
         mixing: str = "softmax",
-        key_norm: bool | str = True,
+        key_norm: str | bool = "weighted",
         values: str = "raw",
         scale: bool = False,
         separate_qkv: int | Sequence[int] | None = None,
@@ -79,27 +80,34 @@ class AttentionResiduals(Connection):
             at_least(1, block_size=block_size, optional=True),
             one_of(("static", "input_dependent"), query=query),
             one_of(("softmax", "sigmoid", "scalars"), mixing=mixing),
-            [] if key_norm == "plain" else [f"{line}, or plain" for line in boolean(key_norm=key_norm)],
+            [] if isinstance(key_norm, bool) else one_of(("weighted", "plain", "none"), key_norm=key_norm),
             one_of(("raw", "normed"), values=values),
             boolean(scale=scale),
             problems_of_layers(spec.num_layers, separate_qkv),
         )
+        if isinstance(key_norm, bool):
+            key_norm = "weighted" if key_norm else "none"
         is_static = query == "static" and mixing == "softmax"
         if separate_qkv is not None and not is_static:
             raise ValueError(f"separate_qkv={shown(separate_qkv)}: needs query=static and mixing=softmax")
-        if values == "normed" and (key_norm is False or mixing == "scalars"):
-            raise ValueError("values=normed: the scores are those of normalized sources, so key_norm must not be false")
+        if values == "normed" and (key_norm == "none" or mixing == "scalars"):
+            raise ValueError(
+                "values=normed: the keys are normalized too; needs key_norm=weighted or plain, and no scalars"
+            )
+        if scale and mixing == "scalars":
+            raise ValueError("scale=true: mixing=scalars has no scores")
         self.block_size = block_size or default_block_size(spec)
         self.mixing = mixing
         self.norm_eps = backbone.norm_eps
         self.normed = values == "normed"
         # None if the operator does not normalize the keys
-        self.eps = backbone.norm_eps if key_norm and not self.normed else None
+        self.eps = backbone.norm_eps if key_norm != "none" and not self.normed else None
         self.factor = size.hidden_size**-0.5 if scale else 1.0
         self.num_sources = 1 + -(-spec.sublayer // self.block_size)
         self.begins_block = spec.sublayer % self.block_size == 0
         self.num_inputs = 3 if spec.kind == "attention" and reads_apart(spec.layer, separate_qkv) else 1
-        if self.normed and spec.sublayer == 0:
+        self.reads_embedding = self.normed and spec.sublayer == 0
+        if self.reads_embedding:
             return
         passes = 1 if mixing == "scalars" else 2
         self.cost = read_cost(size, self.num_sources, passes, self.num_inputs, self.normed)
@@ -115,7 +123,7 @@ class AttentionResiduals(Connection):
             self.optimizer_settings = {"query": {"weight_decay": 0.0}}
         else:
             self.query_proj = Projection(size.hidden_size, size.hidden_size, bias=False)
-        if key_norm is True:
+        if key_norm == "weighted":
             self.key_norm = nn.Parameter(torch.empty(shape))
             self.optimizer_settings = getattr(self, "optimizer_settings", {}) | {"key_norm": {"weight_decay": 0.0}}
 
@@ -128,7 +136,7 @@ class AttentionResiduals(Connection):
         return State((embedding_btd,), (rms_norm(embedding_btd, None, self.norm_eps),) if self.normed else ())
 
     def read(self, state: State, weights: Any = None) -> tuple[Inputs, tuple[Partial, ...]]:
-        if self.normed and self.spec.sublayer == 0:
+        if self.reads_embedding:
             return state.blocks * self.num_inputs, ()
         if weights is None and self.read_ahead is not None:
             h_sbtd, ahead = self.read_ahead.read(state.normed or state.blocks, state.ahead)
@@ -139,30 +147,23 @@ class AttentionResiduals(Connection):
     def weights(self, state: State) -> list[Tensor]:
         """Return, for each input, the weights of b_j: alpha_nbt or alpha_n, with values=normed divided by rms(b_j)."""
         alphas = self.alphas(state)
-        if not self.normed or self.spec.sublayer == 0:
+        if not self.normed or self.reads_embedding:
             return alphas
         squares_nbt = torch.stack([upcast(b_btd).square().mean(-1) for b_btd in state.blocks])
         return [alpha_nbt * (squares_nbt + self.norm_eps).rsqrt() for alpha_nbt in alphas]
 
     def alphas(self, state: State) -> list[Tensor]:
         """Return, for each input, alpha_nbt of the sources, or alpha_n for scalars."""
-        if self.normed and self.spec.sublayer == 0:
+        if self.reads_embedding:
             return [state.blocks[0].new_ones(1)] * self.num_inputs
         if self.mixing == "scalars":
             return [self.scores.softmax(0)]
         newest = state.blocks[-1]
-        queries = [self.query_proj(newest) * self.factor] if hasattr(self, "query_proj") else self.queries()
+        queries = [self.query_proj(newest) * self.factor] if hasattr(self, "query_proj") else queries_of([self])
         if hasattr(self, "query_proj") and hasattr(self, "key_norm"):
             queries = [queries[0] * self.key_norm]
         scores = [source_scores(w, state.normed or state.blocks, self.eps) for w in queries]
         return [score.softmax(0) if self.mixing == "softmax" else score.sigmoid() for score in scores]
-
-    def queries(self) -> Tensor:
-        """Return query_sd, with the weight of the key norm: the score is its product with x / rms(x)."""
-        query_sd = self.query.view(self.num_inputs, -1)
-        if hasattr(self, "key_norm"):
-            query_sd = query_sd * self.key_norm.view(self.num_inputs, -1)
-        return query_sd * self.factor if self.factor != 1 else query_sd
 
     def extend(self, partial: Partial, recent: Sequence[Tensor]) -> Tensor:
         return add_sources(partial, recent, self.eps)
@@ -213,9 +214,18 @@ def reads_apart(layer: int, separate_qkv: int | Sequence[int] | None) -> bool:
     return (layer + 1) % separate_qkv == 0 if isinstance(separate_qkv, int) else layer in separate_qkv
 
 
+def queries_of(readers: Sequence[Any]) -> Tensor:
+    """Return query_sd of the readers, with the weights of their key norms: a score is its product with x / rms(x)."""
+    width = readers[0].size.hidden_size
+    query_sd = torch.cat([c.query.view(-1, width) for c in readers])
+    if hasattr(readers[0], "key_norm"):
+        query_sd = query_sd * torch.cat([c.key_norm.view(-1, width) for c in readers])
+    return query_sd * readers[0].factor if readers[0].factor != 1 else query_sd
+
+
 def begin(readers: Sequence[Any], sources: Sequence[Tensor]) -> list[Partial]:
     """Return out_sbtd, query_sd and lse_sbt of each reader over the sources."""
-    query_sd = torch.cat([c.queries() for c in readers])
+    query_sd = queries_of(readers)
     counts = [c.num_inputs for c in readers]
     partials = zip(
         *(x.split(counts) for x in (*depth_attend(query_sd, sources, readers[0].eps), query_sd)), strict=True

@@ -42,6 +42,8 @@ class AttentionResidualsRecency(Connection):
     """
 
     colour = "#F4A582"
+    # of the scores
+    factor = 1.0
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, block_size: int | None = None):
         super().__init__(spec, size, backbone)
@@ -83,10 +85,6 @@ class AttentionResidualsRecency(Connection):
         """Return alpha_nbt of the sources."""
         *blocks_nbt, newest_bt = source_scores(self.query * self.key_norm, state.sources, self.eps)
         return torch.stack([*blocks_nbt, newest_bt + self.recency]).softmax(0)
-
-    def queries(self) -> Tensor:
-        """Return the only query as query_sd, with the weight of the key norm."""
-        return (self.query * self.key_norm)[None]
 
     def extend(self, partial: Partial, recent: Sequence[Tensor]) -> Tensor:
         bias_n = torch.cat([self.recency.new_zeros(len(recent) - 1), self.recency])

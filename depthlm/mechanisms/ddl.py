@@ -49,8 +49,8 @@ class Carry(NamedTuple):
 class DDL(Connection):
     """A residual connection that rewrites h along the direction of the output of a sublayer.
 
-    As in the code of the authors, with values of width 1, beta is initially 1 at a mean logit of 0, and v 2. Assumed:
-    beta reads h with a norm of its own that has no weight, where that code reads the normalized input of the sublayer.
+    As in the code of the authors, with values of width 1, beta is initially near 1 and v near 2. Assumed: beta reads h
+    with a norm of its own that has no weight, where that code reads the normalized input of the sublayer.
     """
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
@@ -60,7 +60,7 @@ class DDL(Connection):
             d = size.hidden_size
             self.beta = Linear(d, 1, bias=True)
             self.value = Linear(d, 1, bias=True)
-            # |f|, k . h and the update; h read for beta and v, then h and f for their product, and f for the update
+            # |f|, k . h and the update; reads of h for beta and v and of f and h for their products
             self.cost = Cost(6.0 * d, 3.0 * d)
 
     def open(self, embedding_btd: Tensor) -> State:
@@ -69,8 +69,8 @@ class DDL(Connection):
     def read(self, state: State, weights: Tensor | None = None) -> tuple[Inputs, Carry | None]:
         h = state.h
         if state.pending is not None:
-            factor_bt1 = factor(h, state.pending) if weights is None else weights
-            h = (h + factor_bt1 * state.pending.output).to(h.dtype)
+            weights = factor(h, state.pending) if weights is None else weights
+            h = (h + weights * state.pending.output).to(h.dtype)
         if self.spec.kind == "final":
             return (h,), None
         beta_bt1 = 2 * upcast(self.beta(rms_norm(h, None, self.eps))).sigmoid()

@@ -34,15 +34,23 @@ class DeepNorm(Connection):
     def read(self, state: Hidden, weights: Tensor | None = None) -> tuple[Inputs, Tensor]:
         if not hasattr(self, "norm"):
             return (state.h,), state.h
-        x_btd = self.norm(state.h) if weights is None else (weights * state.h).to(state.h.dtype)
+        if weights is None:
+            x_btd = self.norm(state.h)
+        else:
+            x_btd = (weights * self.centred(state.h)).to(state.h.dtype)
+            x_btd = x_btd if self.norm.bias is None else x_btd + self.norm.bias
         return (x_btd,), x_btd
 
     def weights(self, state: Hidden) -> Tensor | None:
-        """Return what an RMSNorm multiplies the sum by, w_btd."""
-        if not hasattr(self, "norm") or self.norm.bias is not None:
+        """Return what the norm multiplies the sum by, w_btd."""
+        if not hasattr(self, "norm"):
             return None
-        squares_bt1 = upcast(state.h).square().mean(-1, keepdim=True)
+        squares_bt1 = upcast(self.centred(state.h)).square().mean(-1, keepdim=True)
         return (squares_bt1 + self.norm.eps).rsqrt() * self.norm.weight
+
+    def centred(self, h_btd: Tensor) -> Tensor:
+        """Return the sum, less its mean if the norm is a LayerNorm."""
+        return h_btd if self.norm.bias is None else h_btd - h_btd.mean(-1, keepdim=True)
 
     def write(self, state: Hidden, output_btd: Tensor, carry: Tensor) -> Hidden:
         return Hidden(self.alpha * carry + output_btd)

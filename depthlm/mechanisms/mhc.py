@@ -97,6 +97,8 @@ class ManifoldHyperConnections(Connection):
             one_of(("vanilla", "zero"), start=start),
             boolean(lagged=lagged),
         )
+        if residual == "identity" and res_eps:
+            raise ValueError(f"res_eps={res_eps:g}: residual=identity has no normalization to which it is added")
         self.num_streams = num_streams
         self.iterations = iterations
         self.eps = backbone.norm_eps

@@ -22,10 +22,10 @@ PROJECTIONS = "k_proj", "v_proj", "k_norm", "kv_a_proj", "kv_a_norm", "kv_b_proj
 class SharedKV(SelfAttention):
     """Self-attention to the keys and values of this layer or of an earlier one.
 
-    reuse: the layers that reuse. every_second: each odd layer those of the layer before it (as in Cross-Layer
-        Attention, arXiv 2405.12981); upper_half: all layers of it those of the last layer below (as in YOCO, arXiv
-        2405.05254, but with the same attention in the lower half); last_k: the last k layers those of the layer before
-        them (as in Gemma 3n).
+    reuse: the layers that reuse, of those with keys and values. every_second: each odd layer those of the layer before
+        it (as in Cross-Layer Attention, arXiv 2405.12981); upper_half: all layers of it those of the last layer below
+        (as in YOCO, arXiv 2405.05254, but with the same attention in the lower half); last_k: the last k layers those
+        of the layer before them (as in Gemma 3n).
     last_k: k; None: 3L / 7, as in Gemma 3n (15 of 35 layers).
     """
 
@@ -41,12 +41,14 @@ class SharedKV(SelfAttention):
     ):
         super().__init__(spec, size, backbone)
         check(one_of(("every_second", "upper_half", "last_k"), reuse=reuse), at_least(1, last_k=last_k, optional=True))
+        if last_k is not None and reuse != "last_k":
+            raise ValueError(f"last_k={last_k}: needs reuse=last_k")
         if last_k is not None and last_k >= spec.num_layers:
             raise ValueError(f"last_k={last_k}: must be less than the {spec.num_layers} layers with keys and values")
         layers = range(spec.num_layers)
         kept = {"upper_half": -(-spec.num_layers // 2)}.get(reuse)
         if reuse == "last_k":
-            kept = spec.num_layers - (last_k or 3 * spec.num_layers // 7)
+            kept = max(1, spec.num_layers - (last_k or max(1, 3 * spec.num_layers // 7)))
         sources = [layer - layer % 2 if kept is None else min(layer, kept - 1) for layer in layers]
         self.source = sources[spec.layer]
         self.reuses = self.source != spec.layer

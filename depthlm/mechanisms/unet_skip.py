@@ -1,9 +1,9 @@
 """U-net skips, a line of the modded-nanogpt recipe: a layer of the upper half adds the output of its mirror image.
 
-    h <- h + c_l X_{L-l},  before layer l > L / 2
+    h <- h + c_l X_{L-l},  before layer l >= L / 2
 
-with the output X_j of layer j = 1 ... L: the layer after the middle reads the newest of the stored outputs, the last
-layer that of the first. With an odd L, the middle layer has no skip.
+where layers count from 0 and their outputs X_j from 1: the first layer of the upper half reads the newest of the stored
+outputs, the last layer the output of the first. With an odd L, the middle layer has no skip.
 
 X_1 ... X_{L/2} --(the newest first)--> * c_l --(+)-> layer l -> h
 """

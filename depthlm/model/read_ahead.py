@@ -41,11 +41,14 @@ class ReadAhead:
 
     def link(self, connections: Sequence[Any]) -> None:
         """Find the phase of this reader. Phases are runs of consecutive readers, from the first reader on."""
-        readers = [c for c in connections if c.read_ahead is not None]
-        # a reader with inputs for q, k and v makes three reads
-        length = max(1, READS // readers[0].num_inputs)
-        start = readers.index(self.reader) // length * length
-        self.readers = readers[start : start + length]
+        phases: list[list[Any]] = [[]]
+        for reader in (c for c in connections if c.read_ahead is not None):
+            # a reader with inputs for q, k and v makes three reads; counting all readers of a phase as the one with the
+            # most gives fewer numbers of reads, each of which is compiled
+            if (len(phases[-1]) + 1) * max(c.num_inputs for c in (*phases[-1], reader)) > READS:
+                phases.append([])
+            phases[-1].append(reader)
+        self.readers = next(phase for phase in phases if self.reader in phase)
 
     def read(self, sources: Sequence[Tensor], ahead: tuple[Partial, ...]) -> tuple[Tensor, tuple[Partial, ...]]:
         """Return the output of this reader, and the partial results of the later readers of its phase.

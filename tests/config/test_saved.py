@@ -61,3 +61,14 @@ def test_a_run_of_an_older_version_has_the_defaults_of_newer_keys() -> None:
     }
     # a key that the command lacks is a difference
     assert list(compare(now, older)) == ["model.connection.own_embedding", "size.num_experts"]
+
+
+def test_a_value_of_an_earlier_version_equals_what_it_is_called_now() -> None:
+    target = {"_target_": "depthlm.mechanisms.attention_residuals.AttentionResiduals"}
+
+    def with_key_norm(value: object) -> dict[str, object]:
+        return {"model": {"connection": {**target, "key_norm": value}}}
+
+    assert compare(with_key_norm(True), with_key_norm("weighted")) == {}
+    assert compare(with_key_norm(False), with_key_norm("none")) == {}
+    assert compare(with_key_norm(True), with_key_norm("none")).keys() == {"model.connection.key_norm"}

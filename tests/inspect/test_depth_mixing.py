@@ -313,6 +313,7 @@ def test_mrla_has_its_gates_times_its_channel_weights(record: Any) -> None:
         *(f"model={name}" for name in ("qwen4_exp", "mudd")),
         "model=attention_residuals_inkling2 model.connection.separate_qkv=[1]",
         "model=mhc model.connection.lagged=true",
+        "model/connection=deepnorm backbone=lm1b",
         *(f"model/connection={name}" for name in ("highway", "depth_qkv", "mrla", "deepnorm", "ddl")),
     ],
 )

@@ -14,7 +14,7 @@ MECHANISMS = (
     "model=attention_residuals",
     "model=attention_residuals model.connection.block_size=3",
     "model=attention_residuals_full",
-    "model=attention_residuals_full model.connection.key_norm=false",
+    "model=attention_residuals_full model.connection.key_norm=none",
     "model=attention_residuals_inkling2 model.connection.block_size=3 model.connection.separate_qkv=3",
     "model=attention_residuals model.connection.separate_qkv=2 model.loops=2",
     "model=attention_residuals_recency",

@@ -162,7 +162,7 @@ def shared_kv(m: Model, now: Pass, before: list[Pass], reuse: str = "every_secon
     elif reuse == "upper_half":
         source = min(now.layer, math.ceil(layers / 2) - 1)
     else:
-        source = min(now.layer, layers - (last_k or 3 * layers // 7) - 1)
+        source = min(now.layer, max(1, layers - (last_k or max(1, 3 * layers // 7))) - 1)
     kept = now if source == now.layer else before[len(before) // layers * layers + source]
     return causal(m, now.q, kept.k, kept.v)
 

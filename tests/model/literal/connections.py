@@ -42,7 +42,7 @@ def attention_residuals(
     block_size: int | None = None,
     query: str = "static",
     mixing: str = "softmax",
-    key_norm: bool | str = True,
+    key_norm: str = "weighted",
     values: str = "raw",
     scale: bool = False,
     separate_qkv: int | list[int] | None = None,
@@ -66,8 +66,8 @@ def attention_residuals(
     inputs = []
     for read in range(reads):
         w = m.p[f"{own}.query"] if query == "static" else m.p[f"{own}.query_proj.weight"] @ b[-1]
-        keys = normed if key_norm else b
-        if key_norm is True:
+        keys = b if key_norm == "none" else normed
+        if key_norm == "weighted":
             weight = m.p[f"{own}.key_norm"]
             keys = [(weight[read] if reads == 3 else weight) * key for key in keys]
         w = w[read] if reads == 3 else w
