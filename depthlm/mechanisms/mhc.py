@@ -58,8 +58,9 @@ class ManifoldHyperConnections(Connection):
     residual: sinkhorn, or identity: H_res is the identity, and phi has 2n rows.
     norm: weighted, or plain: an RMSNorm without a weight.
     post_scale: the factor of the sigmoid of H_post.
-    pre_eps, post_eps: added to H_pre and H_post. res_eps: added to H_res after the first normalization of its columns,
-        and to all later sums.
+    pre_eps: added to H_pre.
+    post_eps: added to H_post.
+    res_eps: added to H_res after the first normalization of its columns, and to all later sums.
     start: vanilla: alpha = 0.01, and the biases give H_pre = 1/n, H_post = post_scale / 2, and H_res 0.99 on its
         diagonal; zero: alpha = 1, and the biases are zero.
     collapse: as in HyperConnections, or gated: sum_i (sigmoid(m) + pre_eps)_i X_i, with m as above, of its own

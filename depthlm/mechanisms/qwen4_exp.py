@@ -43,7 +43,8 @@ class Gates(NamedTuple):
 class Qwen4Exp(Connection):
     """Every sublayer reads a gated mean of the normalized streams, and writes to each stream with a gate of its own.
 
-    num_streams: n. rank: of the gate, the width between W_down and W_up.
+    num_streams: n.
+    rank: of the gate, the width between W_down and W_up.
     """
 
     colour = "#B2182B"
