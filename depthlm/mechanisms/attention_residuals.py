@@ -120,12 +120,11 @@ class AttentionResiduals(Connection):
         shape = (3, size.hidden_size) if self.num_inputs == 3 else (size.hidden_size,)
         if query == "static":
             self.query = nn.Parameter(torch.empty(shape))
-            self.optimizer_settings = {"query": {"weight_decay": 0.0}}
         else:
             self.query_proj = Projection(size.hidden_size, size.hidden_size, bias=False)
         if key_norm == "weighted":
             self.key_norm = nn.Parameter(torch.empty(shape))
-            self.optimizer_settings = getattr(self, "optimizer_settings", {}) | {"key_norm": {"weight_decay": 0.0}}
+        self.optimizer_settings = {name: {"weight_decay": 0.0} for name in self._parameters}
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         # a zero query gives equal weights: h is initially the mean of the sources, as in the paper; with sigmoid, half
@@ -158,10 +157,11 @@ class AttentionResiduals(Connection):
             return [state.blocks[0].new_ones(1)] * self.num_inputs
         if self.mixing == "scalars":
             return [self.scores.softmax(0)]
-        newest = state.blocks[-1]
-        queries = [self.query_proj(newest) * self.factor] if hasattr(self, "query_proj") else queries_of([self])
-        if hasattr(self, "query_proj") and hasattr(self, "key_norm"):
-            queries = [queries[0] * self.key_norm]
+        if hasattr(self, "query_proj"):
+            w_btd = self.query_proj(state.blocks[-1]) * self.factor
+            queries = [w_btd * self.key_norm if hasattr(self, "key_norm") else w_btd]
+        else:
+            queries = list(queries_of([self]))
         scores = [source_scores(w, state.normed or state.blocks, self.eps) for w in queries]
         return [score.softmax(0) if self.mixing == "softmax" else score.sigmoid() for score in scores]
 

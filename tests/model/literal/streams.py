@@ -1,0 +1,133 @@
+"""Connections over n parallel streams, for one token. The arguments are those of `connections`."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .parts import Model, rms_normed, softmax, weighted_sum
+
+Coefficients = tuple[Tensor, Tensor, Tensor | None]
+
+
+def through_streams(
+    m: Model,
+    s: int,
+    x_0: Tensor,
+    f: list[Tensor],
+    num_streams: int,
+    collapse: str,
+    coefficients: Callable[[int, list[Tensor]], Coefficients],
+    lagged: bool = False,
+) -> list[Tensor]:
+    """X <- H_res X + H_post^T f(H_pre X) over n streams that start as copies of the embedding."""
+    n = num_streams
+    x = before = [x_0] * n
+    for i in range(s):
+        _, post, res = coefficients(i, before if lagged else x)
+        before = x
+        if res is None:
+            x = [x[a] + post[a] * f[i] for a in range(n)]
+        else:
+            x = [sum(res[a, b] * x[b] for b in range(n)) + post[a] * f[i] for a in range(n)]
+    if s < 2 * m.depth:
+        pre, _, _ = coefficients(s, before if lagged else x)
+        return [weighted_sum(list(pre), x)]
+    if collapse == "gated":
+        pre, _, _ = coefficients(s, x)
+        return [weighted_sum(list(pre), x)]
+    if collapse == "learned":
+        return [weighted_sum(softmax(list(m.p[f"connections.{s}.collapse.weights"])), x)]
+    return [sum(x) / n if collapse == "mean" else sum(x)]
+
+
+def hyper_connections(
+    m: Model,
+    s: int,
+    x_0: Tensor,
+    f: list[Tensor],
+    num_streams: int = 4,
+    dynamic: bool = True,
+    collapse: str = "mean",
+) -> list[Tensor]:
+    """arXiv 2409.19606: static coefficients plus scale * tanh(norm(X) W)."""
+    n = num_streams
+
+    def coefficients(i: int, x: list[Tensor]) -> Coefficients:
+        own = f"connections.{i}"
+        pre, post, res = (m.p[f"{own}.static_{kind}"] for kind in ("pre", "post", "res"))
+        if not dynamic:
+            return pre, post, res
+        w, scale = m.p[f"{own}.w"], m.p[f"{own}.scale"]
+        tanh = torch.stack([torch.tanh(w @ rms_normed(m, x_j)) for x_j in x], dim=1)  # row of w, stream j
+        return pre + scale[0] * tanh[0], post + scale[1] * tanh[1], res + scale[0] * tanh[2:]
+
+    return through_streams(m, s, x_0, f, n, collapse, coefficients)
+
+
+def mhc(
+    m: Model,
+    s: int,
+    x_0: Tensor,
+    f: list[Tensor],
+    num_streams: int = 4,
+    iterations: int = 20,
+    collapse: str = "mean",
+    residual: str = "sinkhorn",
+    norm: str = "weighted",
+    post_scale: float = 2.0,
+    pre_eps: float = 0.0,
+    post_eps: float = 0.0,
+    res_eps: float = 0.0,
+    start: str = "vanilla",
+    lagged: bool = False,
+) -> list[Tensor]:
+    """arXiv 2512.24880: hyper-connections whose H_res is doubly stochastic and whose H_pre, H_post are positive.
+
+    DeepSeek-V4 and Hunyuan V4: epsilons, a norm without a weight, H_res = 1, a gated sum at the end.
+    """
+    n = num_streams
+
+    def coefficients(i: int, x: list[Tensor]) -> Coefficients:
+        own = f"connections.{i}"
+        x = rms_normed(m, torch.cat(x))
+        if i == 2 * m.depth:
+            own = f"{own}.collapse"
+        elif norm == "weighted":
+            x = x * m.p[f"{own}.norm"]
+        product, alpha, bias = m.p[f"{own}.phi"] @ x, m.p[f"{own}.alpha"], m.p[f"{own}.bias"]
+        pre = torch.sigmoid(alpha[0] * product[:n] + bias[:n]) + pre_eps
+        if i == 2 * m.depth:
+            return pre, pre, None
+        post = post_scale * torch.sigmoid(alpha[1] * product[n : 2 * n] + bias[n : 2 * n]) + post_eps
+        if residual == "identity":
+            return pre, post, None
+        res = alpha[2] * product[2 * n :] + bias[2 * n :]
+        return pre, post, sinkhorn_knopp(res.view(n, n), iterations, res_eps)
+
+    return through_streams(m, s, x_0, f, n, collapse, coefficients, lagged)
+
+
+def sinkhorn_knopp(logits: Tensor, iterations: int, eps: float = 0.0) -> Tensor:
+    """Normalize columns, then rows, in each iteration. Entry [i, j]: from stream j to stream i."""
+    matrix = torch.exp(logits)
+    for iteration in range(iterations):
+        columns = matrix.sum(dim=0)[None, :]
+        matrix = matrix / (columns + eps) if iteration else matrix / columns + eps
+        matrix = matrix / (matrix.sum(dim=1)[:, None] + eps)
+    return matrix
+
+
+def qwen4_exp(m: Model, s: int, x_0: Tensor, f: list[Tensor], num_streams: int = 4, rank: int = 320) -> list[Tensor]:
+    """h = mean_i g_i * RMSNorm_i(X_i), X_k <- X_k + 2 sigmoid(W_inject x / n)_k f, transformers 5.23.0."""
+    n, x = num_streams, [x_0] * num_streams
+
+    def normed(i: int) -> list[Tensor]:
+        return [rms_normed(m, x_k) * weight for x_k, weight in zip(x, m.p[f"connections.{i}.norm"], strict=True)]
+
+    for i in range(s):
+        inject = 2 * torch.sigmoid(m.p[f"connections.{i}.inject.weight"] @ torch.cat(normed(i)) / n)
+        x = [x_k + inject_k * f[i] for x_k, inject_k in zip(x, inject, strict=True)]
+    low = m.p[f"connections.{s}.down.weight"] @ torch.cat(normed(s)) / n
+    gate = torch.sigmoid(m.p[f"connections.{s}.up.weight"] @ (low * torch.sigmoid(low)))
+    return [sum(g * x_k for g, x_k in zip(gate.view(n, -1), normed(s), strict=True)) / n]
