@@ -7,7 +7,7 @@ The decoders are on the device `meta`, so nothing is allocated.
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,9 @@ from depthlm.errors import UserError
 from depthlm.mechanisms.residual import Residual
 from depthlm.model import Decoder
 from depthlm.model.attention.self_attention import SelfAttention
+from depthlm.model.parameters import group_of
+from depthlm.optimizers import Groups, Optimizer
+from depthlm.optimizers.build import parameter_groups
 
 # memory of common GPUs, in GB of 10^9 bytes; CUDA needs what they have beyond that
 GPUS = (80, 141)
@@ -70,6 +73,12 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
             table.add_section()
         if count:
             table.add_row(part, f"{count:,}", f"{count / total:.1%}")
+    console.print(table)
+    table = Table("optimizer.groups", *_right("parameters", "weight decay", "peak learning rate"), box=box.SIMPLE)
+    for group in summary["optimizer_groups"]:
+        table.add_row(
+            group["name"], f"{group['parameters']:,}", f"{group['weight_decay']:g}", f"{group['learning_rate']:g}"
+        )
     console.print(table)
     table = Table(box=box.SIMPLE, show_header=False)
     # the lengths of documents are known only from their tokens
@@ -162,6 +171,7 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
         "backbone": config.backbone.name,
         "size": config.size.name,
         "parameters": counts,
+        "optimizer_groups": optimizer_rows(model, config.optimizer),
         "flops_per_token": round(flops.training),
         "forward_flops_per_token": round(flops.forward),
         "extra": asdict(overhead(model)),
@@ -183,6 +193,22 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
             for how, (memory, sizes) in choices.items()
         },
     }
+
+
+def optimizer_rows(model: Decoder, optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the number of parameters of each group of `optimizer.groups`, its weight decay and peak learning rate.
+
+    A group has several rows where its parameters differ in these.
+    """
+    counts: dict[tuple[str, float, float], int] = {}
+    for group in parameter_groups(model, optimizer):
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            row = group_of(name, group["kind"]), group["weight_decay"], optimizer.lr * group["lr_scale"]
+            counts[row] = counts.get(row, 0) + parameter.numel()
+    names = [entry.name for entry in fields(Groups)]
+    rows = sorted(counts.items(), key=lambda item: (names.index(item[0][0]), -item[1]))
+    columns = ("name", "weight_decay", "learning_rate")
+    return [dict(zip(columns, row, strict=True)) | {"parameters": count} for row, count in rows]
 
 
 def memory_per_gpu(

@@ -5,7 +5,7 @@ mechanisms share start with the same values, regardless of the order of modules 
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +63,16 @@ def kind_of(owned: OwnedParameter) -> str:
     return "vector" if isinstance(owned.owner, Norm | DeltaAttention | GatedNorm | ShortConvolution) else "mechanism"
 
 
+def group_of(name: str, kind: str) -> str:
+    """Return the group of `optimizer.groups` of a parameter by its name and kind.
+
+    All parameters of connections belong to the mechanism, also their matrices, which Muon may optimize, and norms.
+    """
+    if name.startswith("connections."):
+        return "mechanism"
+    return "matrix" if kind == "experts" else kind
+
+
 def fp32_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return, by name, the parameters that stay in fp32 in a model of 16 bits. A module declares its own:
 
@@ -81,7 +91,9 @@ def fp32_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return declared
 
 
-def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def optimizer_groups(
+    model: nn.Module, weight_decay: float, overrides: Mapping[str, tuple[float | None, float]] | None = None
+) -> list[dict[str, Any]]:
     """Return the groups {params, names, weight_decay, lr_scale, kind}; each trained parameter is in exactly one group.
 
     kind: see `kind_of`; Muon may optimize those of kinds "matrix" and "experts". weight_decay: the argument for
@@ -90,16 +102,21 @@ def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
         optimizer_settings = {"query": {"weight_decay": 0.0}, "gate.weight": {"lr_scale": 0.1}}
 
+    overrides: by `group_of`, the weight decay of all its parameters (None: as above), and a further factor of lr_scale.
+
     Raises: ValueError if `optimizer_settings` names an unknown parameter of that module, or an unknown setting.
     """
-    settings = _declared(model)
+    settings, overrides = _declared(model), overrides or {}
     groups: dict[tuple[str, float, float], dict[str, Any]] = {}
     for owned in owned_parameters(model):
         if not owned.parameter.requires_grad:
             continue
         group_settings = settings.get(owned.name, {})
+        kind = kind_of(owned)
+        of_kind, factor = overrides.get(group_of(owned.name, kind), (None, 1.0))
         decay = group_settings.get("weight_decay", weight_decay if len(shape_of(owned.parameter)) >= 2 else 0.0)
-        key = kind_of(owned), decay, group_settings.get("lr_scale", 1.0)
+        decay = decay if of_kind is None else of_kind
+        key = kind, decay, group_settings.get("lr_scale", 1.0) * factor
         new = {"params": [], "names": [], "weight_decay": decay, "lr_scale": key[2], "kind": key[0]}
         group = groups.setdefault(key, new)
         group["params"].append(owned.parameter)

@@ -3,8 +3,36 @@
 from dataclasses import dataclass
 from typing import Any
 
-from depthlm.fields import TINY, key
+from depthlm.fields import TINY, key, section
 from depthlm.lazy import lazy_attributes
+
+
+@dataclass(frozen=True)
+class Group:
+    """What differs for the parameters of one group."""
+
+    weight_decay: float | None = key(
+        None,
+        "weight decay of the whole group; null: what a module declares, else optimizer.weight_decay for parameters of "
+        "two or more dimensions and 0 for the others",
+        minimum=0,
+    )
+    lr_scale: float = key(1.0, "factor of the learning rate, times the one that a module declares", above=0)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of parameters.
+
+    embedding: the token embedding and the matrix of the head. matrix: the weights of linear layers, routers and
+    experts. vector: norms, biases, and all else of a delta attention. mechanism: all parameters of connections, and what
+    an attention over depth has beside linear layers and norms.
+    """
+
+    embedding: Group = section(Group)
+    matrix: Group = section(Group)
+    vector: Group = section(Group)
+    mechanism: Group = section(Group)
 
 
 @dataclass(frozen=True)
@@ -29,6 +57,7 @@ class Optimizer:
         "whether the class computes with whole matrices; if so, it needs ZeRO 0, since ZeRO 1 to 3 give it flat parts",
         on_resume="free",
     )
+    groups: Groups = section(Groups)
     settings: dict[str, Any] = key({}, "arguments of the class; they take precedence over the keys above")
 
 

@@ -26,7 +26,14 @@ def build_optimizer(model: nn.Module, config: Optimizer, run_steps: int = 1) -> 
 
     run_steps: the steps of the run, for settings that are RUN_STEPS.
     """
-    return _optimizer(optimizer_groups(model, config.weight_decay), config, run_steps)
+    return _optimizer(parameter_groups(model, config), config, run_steps)
+
+
+def parameter_groups(model: nn.Module, config: Optimizer) -> list[dict[str, Any]]:
+    """Return the groups of `depthlm.model.optimizer_groups`, with what the configuration sets for each."""
+    given = {entry.name: getattr(config.groups, entry.name) for entry in fields(config.groups)}
+    overrides = {name: (group.weight_decay, group.lr_scale) for name, group in given.items()}
+    return optimizer_groups(model, config.weight_decay, overrides)
 
 
 def optimizer_class(config: Optimizer) -> type[torch.optim.Optimizer]:
@@ -71,7 +78,7 @@ def state_bytes(model: nn.Module, config: Optimizer) -> int:
 
     counts: dict[Any, int] = {}
     with FakeTensorMode():
-        groups = optimizer_groups(model, config.weight_decay)
+        groups = parameter_groups(model, config)
         for group in groups:
             by_shape: dict[torch.Size, list[str]] = {}
             for name, parameter in zip(group["names"], group["params"], strict=True):

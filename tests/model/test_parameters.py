@@ -46,6 +46,20 @@ def test_a_module_overrides_optimizer_settings():
     }
 
 
+def test_settings_of_a_group_come_after_what_modules_declare():
+    model = nn.ModuleDict({"connections": nn.Sequential(Mechanism()), "layer": nn.Linear(2, 2)})
+    groups = optimizer_groups(model, 0.1, {"mechanism": (0.3, 2.0), "vector": (0.2, 1.0), "matrix": (None, 0.5)})
+    found = {n: (g["kind"], g["weight_decay"], g["lr_scale"]) for g in groups for n in g["names"]}
+    assert found == {
+        "connections.0.query": ("mechanism", 0.3, 2.0),
+        "connections.0.other": ("mechanism", 0.3, 2.0),
+        "connections.0.gate.weight": ("matrix", 0.3, 0.2),
+        "connections.0.gate.bias": ("vector", 0.3, 2.0),
+        "layer.weight": ("matrix", 0.1, 0.5),
+        "layer.bias": ("vector", 0.2, 1.0),
+    }
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [({"qeury": {"weight_decay": 0.0}}, "no such parameter"), ({"query": {"decay": 0.0}}, "decay not known")],

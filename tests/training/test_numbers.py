@@ -12,7 +12,6 @@ import depthlm
 from depthlm.accounting import MemoryEstimator
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
-from depthlm.model import optimizer_groups
 from depthlm.training.engine import build_engine
 from depthlm.training.engine.sharding import PLAIN_LINEAR, deepspeed_settings
 from depthlm.training.plan import learning_rate, make_plan
@@ -47,23 +46,29 @@ OTHER_UPDATES = [
 def test_updates_equal_plain_pytorch(
     small_run: Callable[..., list[str]], sharding: str, precision: str, rtol: float
 ) -> None:
-    overrides = small_run(f"deepspeed={sharding}", f"precision={precision}", "schedule=constant")
+    overrides = small_run(
+        f"deepspeed={sharding}", f"precision={precision}", "schedule=constant",
+        "optimizer.groups.embedding.weight_decay=0", "optimizer.groups.vector.weight_decay=0.2",
+        "optimizer.groups.matrix.lr_scale=0.5",
+    )  # fmt: skip
     config = depthlm.compose([*overrides, "precision.initial_scale_power=8"])
     model = depthlm.build_model(config)
     if sharding != "zero0":
         model.to({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision])
     scale = 2**8 if precision == "fp16" else 1
     master = [p.detach().float().clone().requires_grad_() for p in model.parameters()]
-    names = [name for name, _ in model.named_parameters()]
-    groups = [
-        {"params": [master[names.index(name)] for name in group["names"]], "weight_decay": group["weight_decay"]}
-        for group in optimizer_groups(model, config.optimizer.weight_decay)
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=config.optimizer.lr, betas=(0.9, 0.95), eps=config.optimizer.eps)
+    groups: dict[str, list[torch.Tensor]] = {"embedding": [], "matrix": [], "vector": []}
+    for (name, parameter), copy in zip(model.named_parameters(), master, strict=True):
+        groups["vector" if parameter.dim() == 1 else "matrix" if "_proj" in name else "embedding"].append(copy)
+    decays = {"embedding": 0.0, "matrix": config.optimizer.weight_decay, "vector": 0.2}
+    optimizer = torch.optim.AdamW(
+        [{"name": name, "params": params, "weight_decay": decays[name]} for name, params in groups.items()],
+        lr=config.optimizer.lr, betas=(0.9, 0.95), eps=config.optimizer.eps,
+    )  # fmt: skip
     plan, expected = make_plan(config, ranks()), []
     for step, tokens in enumerate(synthetic_tokens(config, 4)):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, plan, step)
+            group["lr"] = learning_rate(config, plan, step) * (0.5 if group["name"] == "matrix" else 1)
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16" and sharding == "zero0"):
             sums = model(tokens[:, :-1], tokens[:, 1:])
         (sums.nll / plan.tokens_per_step * scale).backward()

@@ -28,7 +28,7 @@ from .run_files import assert_same, curve, states, weights
 @pytest.mark.parametrize(
     "kind",
     [
-        ["precision=bf16", "deepspeed=zero3", "model=dca"],
+        ["precision=bf16", "deepspeed=zero3", "model=dca", "optimizer.groups.mechanism.lr_scale=0.5"],
         pytest.param(["precision=fp32", "optimizer=muon", "backbone=qwen3_moe"], marks=pytest.mark.slow),
         pytest.param(["precision=fp32"], marks=pytest.mark.slow),
         pytest.param(["precision=bf16"], marks=pytest.mark.slow),
