@@ -37,7 +37,7 @@ def build_model(config: Config, device: str | torch.device = "cpu") -> Decoder:
 def draw_weights(config: Config, model: Decoder, device: str | torch.device) -> None:
     """Give a model on meta its initial weights, on this device."""
     model.to_empty(device=device)
-    initialize(model, config.seed, config.size.init_std)
+    initialize(model, config.seed, config.size.init_std, backbone=config.backbone)
 
 
 def load(run: str | Path, device: str | torch.device = "cpu", trust: Sequence[str] = ()) -> tuple[Decoder, Config]:

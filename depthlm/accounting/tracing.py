@@ -103,7 +103,7 @@ def trace(
     try:
         with ledger, simulated_device, META:
             with simulated_device.autocast(autocast):
-                sums = model(tokens[:, :-1], tokens[:, 1:])
+                sums = model(tokens[:, :-1], tokens[:, 1:], seeds_b=tokens[:, 0].int())
                 loss = sums.total(z_loss)
             saved = ledger.live
             # loss.backward() calls this engine, but as a torch function it would leave `simulated_device`

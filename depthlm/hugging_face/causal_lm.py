@@ -166,7 +166,7 @@ class CausalLM(PreTrainedModel, GenerationMixin):
             size, backbone = Size(**config.size), Backbone(**config.backbone)
             decoder = Decoder(size, backbone, connection, attention, config.loops)
             if decoder.embedding.weight.device.type != "meta":
-                initialize(decoder, torch.initial_seed(), size.init_std)
+                initialize(decoder, torch.initial_seed(), size.init_std, backbone=backbone)
         decoder.end_of_text = config.end_of_text
         self.decoder = decoder
         self.post_init()

@@ -45,6 +45,8 @@ class Moda(SelfAttention):
     """
 
     colour = "#56B4E9"
+    # the operators over depth share the softmax, and they have none
+    has_dropout = False
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from depthlm.model.layer import UNOBSERVED, Layer, Observer
 from depthlm.model.layers import Embedding, Head, Norm, rope_tables
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.backend import fused, using
+from depthlm.ops.dropout import Dropout, dropout
 
 # recompute everything but matrix products and attention over the sequence
 SELECTIVE = "selective"
@@ -104,6 +105,7 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         observer: Observer = UNOBSERVED,
         ends_bt: Tensor | None = None,
+        seeds_b: Tensor | None = None,
     ) -> Tensor | Loss:
         """Return logits_btv, or with targets the summed loss. Targets of -100 are ignored.
 
@@ -111,9 +113,10 @@ class Decoder(nn.Module):
         observer: receives the inputs and outputs of each sublayer.
         ends_bt: true where a token is the last of its document, such as the last padding token to the left of a prompt;
             None: the tokens equal to end_of_text.
+        seeds_b: int32, for `backbone.dropout` in training, one per sequence; None: no dropout.
         """
         with using(self.kernels):
-            hidden_btd, routings = self._hidden(tokens_bt, cache, observer, ends_bt)
+            hidden_btd, routings = self._hidden(tokens_bt, cache, observer, ends_bt, seeds_b)
             if targets_bt is None:
                 return self.logits(hidden_btd)
             by_kernels = fused("cross_entropy", [hidden_btd])
@@ -135,7 +138,12 @@ class Decoder(nn.Module):
             return self._hidden(tokens_bt, cache, observer, ends_bt)[0]
 
     def _hidden(
-        self, tokens_bt: Tensor, cache: Cache | None, observer: Observer, ends_bt: Tensor | None
+        self,
+        tokens_bt: Tensor,
+        cache: Cache | None,
+        observer: Observer,
+        ends_bt: Tensor | None,
+        seeds_b: Tensor | None = None,
     ) -> tuple[Tensor, list[Routing]]:
         start, length = cache.length if cache is not None else 0, tokens_bt.shape[1]
         cached_b1 = cache.document_b1 if cache is not None else None
@@ -152,7 +160,8 @@ class Decoder(nn.Module):
         if self.backbone.position == "rope":
             rope = rope_tables(positions, self.size.head_size, self.backbone.rope_theta)
 
-        embedding_btd = self.embedding(tokens_bt, positions)
+        how = Dropout(self.backbone.dropout, seeds_b) if self.backbone.dropout and seeds_b is not None else None
+        embedding_btd = dropout(self.embedding(tokens_bt, positions), how, 0)
         observer.open(embedding_btd)
         state = self.connections[0].open(embedding_btd)
         depth, routings = self._open_depth(), []
@@ -161,7 +170,7 @@ class Decoder(nn.Module):
                 self.layers[position % self.size.num_layers], position, self.activation_checkpointing, self.kernels
             )
             connections = self.connections[2 * position], self.connections[2 * position + 1]
-            past = AttentionContext(documents, cache, position)
+            past = AttentionContext(documents, cache, position, None if how is None else how.at(position + 1))
             state, depth, routing = layer(state, depth, connections, rope, past, observer)
             routings += [routing] if routing is not None else []
         if cache is not None:

@@ -15,6 +15,7 @@ from depthlm.model.connection import Connection, Inputs, State
 from depthlm.model.experts import Experts, Mixture, Routing
 from depthlm.model.layers import MLP, Norm, Rope
 from depthlm.model.shape import Backbone, Size, SublayerSpec
+from depthlm.ops.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, Dropout, dropout
 
 
 class Observer:
@@ -105,7 +106,7 @@ class Layer(nn.Module):
     ) -> tuple[State, DepthKV, Routing | None]:
         """Return the state, the depth list, and the routing of a mixture of experts.
 
-        past: which earlier tokens are visible, and the cache.
+        past: which earlier tokens are visible, the cache, and the dropout.
         """
         before_attention, after_attention = self.before_attention, self.after_attention
         if observer is not UNOBSERVED:
@@ -116,7 +117,7 @@ class Layer(nn.Module):
         if isinstance(self.attention, SelfAttention):
             observer.attend(connections[0].spec, self.attention, projected, depth, past)
         context, depth = self.attention.attend(projected, depth, past)
-        state, entry, routing = after_attention(connections, state, carry, context, rope)
+        state, entry, routing = after_attention(connections, state, carry, context, rope, past.dropout)
         return state, self.attention.after_mlp(entry, depth), routing
 
     def before_attention(
@@ -134,20 +135,21 @@ class Layer(nn.Module):
         carry: Any,
         context: Any,
         rope: Rope | None,
+        how: Dropout | None = None,
         observer: Observer = UNOBSERVED,
     ) -> tuple[State, tuple[Tensor, ...], Routing | None]:
         """Write the output of the attention, and read and write for the MLP.
 
-        context: what `attend` of the mixer returned.
+        context: what `attend` of the mixer returned. how: the dropout of this layer.
         Return the state, the result of `SelfAttention.project_mlp` for the input of the MLP, and the routing.
         """
         for_attention, for_mlp = connections
-        output_btd = self.output(context)
+        output_btd = self.output(context, how)
         observer.write(for_attention.spec, output_btd)
         state = for_attention.write(state, output_btd, carry)
         observer.read(for_mlp, state)
         inputs, carry = for_mlp.read(state)
-        output_btd, entry, routing = self.transform(inputs, rope)
+        output_btd, entry, routing = self.transform(inputs, rope, how)
         observer.write(for_mlp.spec, output_btd)
         return for_mlp.write(state, output_btd, carry), entry, routing
 
@@ -159,17 +161,22 @@ class Layer(nn.Module):
         q_in, k_in, v_in = inputs if len(inputs) == 3 else inputs * 3
         return self.attention.project(q_in, k_in, v_in, rope)
 
-    def output(self, context: Any) -> Tensor:
+    def output(self, context: Any, how: Dropout | None = None) -> Tensor:
         """Return output_btd of the attention sublayer. context: what `attend` of its mixer returned."""
-        return self._normed_output("attention", self.attention.output(context))
+        return dropout(self._normed_output("attention", self.attention.output(context)), how, ATTENTION_OUTPUT)
 
-    def transform(self, inputs: Inputs, rope: Rope | None) -> tuple[Tensor, tuple[Tensor, ...], Routing | None]:
+    def transform(
+        self, inputs: Inputs, rope: Rope | None, how: Dropout | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...], Routing | None]:
         """Return output_btd of the MLP, the result of `SelfAttention.project_mlp` for its input, and the routing."""
         if self.pre_norm:
             inputs = _normed(self.mlp_norm, inputs)
-        output_btd, routing = self.mlp(inputs[0]) if isinstance(self.mlp, Mixture) else (self.mlp(inputs[0]), None)
+        if isinstance(self.mlp, Mixture):
+            output_btd, routing = self.mlp(inputs[0])
+        else:
+            output_btd, routing = self.mlp(inputs[0], how), None
         entry = self.attention.project_mlp(inputs[0], rope)
-        return self._normed_output("mlp", output_btd), entry, routing
+        return dropout(self._normed_output("mlp", output_btd), how, MLP_OUTPUT), entry, routing
 
     def _normed_output(self, sublayer: str, output_btd: Tensor) -> Tensor:
         return getattr(self, f"{sublayer}_{self.post_norm}")(output_btd) if self.post_norm else output_btd

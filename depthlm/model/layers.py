@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from depthlm.model.shape import Backbone, Size
 from depthlm.ops.cross_entropy.chunked import linear_cross_entropy
+from depthlm.ops.dropout import HIDDEN, Dropout, dropout
 from depthlm.ops.dtypes import compute_dtype, upcast
 from depthlm.ops.functions import gated_projection, linear, linear_together, rms_norm
 
@@ -54,6 +55,8 @@ class MLP(nn.Module):
 
     x_btd -> gate_proj -> silu ---(*)-> down_proj -> y_btd        x_btd -> up_proj -> relu -> down_proj -> y_btd
        `---> up_proj ---------------'
+
+    Dropout of the hidden layer, the input of down_proj, is that of `up` where a gate multiplies it.
     """
 
     def __init__(self, d: int, f: int, backbone: Backbone):
@@ -63,10 +66,11 @@ class MLP(nn.Module):
         self.up_proj = Linear(d, f, bias=bias)
         self.down_proj = (GatedLinear if gated else Linear)(f, d, bias=bias)
 
-    def forward(self, x_btd: Tensor) -> Tensor:
+    def forward(self, x_btd: Tensor, how: Dropout | None = None) -> Tensor:
         if self.gate_proj is None:
-            return self.down_proj(F.relu(self.up_proj(x_btd)))
-        return self.down_proj(*linear_together(x_btd, self.gate_proj, self.up_proj))
+            return self.down_proj(dropout(F.relu(self.up_proj(x_btd)), how, HIDDEN))
+        gate, up = linear_together(x_btd, self.gate_proj, self.up_proj)
+        return self.down_proj(gate, dropout(up, how, HIDDEN))
 
 
 class Embedding(nn.Module):
@@ -87,9 +91,6 @@ class Embedding(nn.Module):
         if self.sinusoidal:
             x_btd = x_btd + sinusoids(positions, x_btd.shape[-1]).to(x_btd.dtype)
         return x_btd
-
-    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
-        tensor.normal_(0, self.init_std or std, generator=generator)
 
 
 class Head(nn.Module):

@@ -5,6 +5,7 @@ mechanisms share start with the same values, regardless of the order of modules 
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from depthlm.model.attention.delta import DeltaAttention, GatedNorm, ShortConvolution
 from depthlm.model.experts import Experts, Router, spread_of
 from depthlm.model.layers import Embedding, Head, Norm
+from depthlm.model.shape import Backbone
 
 SETTINGS = ("weight_decay", "lr_scale")
 
@@ -144,12 +146,16 @@ def _copy(owned: OwnedParameter, tensor: Tensor) -> None:
 
 @torch.no_grad()
 def initialize(
-    model: nn.Module, seed: int, std: float, place: Callable[[OwnedParameter, Tensor], None] = _copy
+    model: nn.Module,
+    seed: int,
+    std: float,
+    place: Callable[[OwnedParameter, Tensor], None] = _copy,
+    backbone: Backbone | None = None,
 ) -> None:
     """Initialize every parameter. Values are drawn on the CPU in fp32, so no device or dtype changes them.
 
-    Matrices and embeddings: normal(0, std). Norm weights: 1. Biases: 0. Any other module that owns parameters must
-    define
+    Matrices and embeddings: as `backbone.init` says, by default normal(0, std). Norm weights: 1. Biases: normal with
+    `backbone.bias_init_std`, those of norms 0. Any other module that owns parameters must define
 
         def init_parameter(self, name, tensor, generator, std): ...
 
@@ -162,7 +168,7 @@ def initialize(
     Raises: TypeError if a module owns parameters and does not define `init_parameter`.
     """
     for owned in list(owned_parameters(model)):
-        place(owned, _initial_values(owned, generator_for(seed, owned.name), std))
+        place(owned, _initial_values(owned, generator_for(seed, owned.name), std, backbone or Backbone()))
     for buffer in model.buffers():
         buffer.zero_()
 
@@ -178,21 +184,35 @@ def seed_for(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _initial_values(owned: OwnedParameter, generator: torch.Generator, std: float) -> Tensor:
+def _initial_values(owned: OwnedParameter, generator: torch.Generator, std: float, backbone: Backbone) -> Tensor:
     module, name = owned.owner, owned.name_in_owner
     tensor = torch.zeros(owned.parameter.shape, dtype=torch.float32, device="cpu")
     # see Connection.output_gain
-    std *= getattr(module, "init_gain", 1.0)
+    gain = getattr(module, "init_gain", 1.0)
     init_parameter = getattr(module, "init_parameter", None)
     if init_parameter is not None:
-        init_parameter(name, tensor, generator, std)
-    elif not isinstance(module, nn.Linear | nn.Embedding | Norm | Head):
+        init_parameter(name, tensor, generator, gain * std)
+    elif not isinstance(module, nn.Linear | nn.Embedding | Norm | Head | Embedding | Router | Experts):
         class_name = type(module).__name__
         raise TypeError(
             f"{owned.name}: {class_name} owns this parameter and has no init_parameter(name, tensor, generator, std)"
         )
     elif isinstance(module, Norm):
         tensor.fill_(1.0 if name == "weight" else 0.0)
-    elif name == "weight":
-        tensor.normal_(0, std, generator=generator)
+    elif tensor.dim() == 1:
+        tensor.normal_(0, backbone.bias_init_std, generator=generator)
+    elif isinstance(module, Embedding):
+        _draw(tensor, generator, module.init_std or std, backbone.init.replace("xavier_uniform", "normal"))
+    else:
+        _draw(tensor, generator, gain * std, backbone.init, gain)
     return tensor
+
+
+def _draw(tensor: Tensor, generator: torch.Generator, std: float, distribution: str, gain: float = 1.0) -> None:
+    if distribution == "truncated_normal":
+        nn.init.trunc_normal_(tensor, 0, std, -3 * std, 3 * std, generator=generator)
+    elif distribution == "xavier_uniform":
+        bound = gain * math.sqrt(6 / (tensor.shape[-1] + tensor.shape[-2]))
+        tensor.uniform_(-bound, bound, generator=generator)
+    else:
+        tensor.normal_(0, std, generator=generator)

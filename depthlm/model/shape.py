@@ -75,8 +75,22 @@ class Backbone:
     rope_theta: float = key(10000.0, "base of the RoPE frequencies", above=0)
     attention_bias: bool = key(False, "biases on the q, k, v and output projections of mixer attention")
     mlp_bias: bool = key(False, "biases on the MLP's matrices")
+    dropout: float = key(
+        0.0,
+        "probability of a value to become zero in training: of the embedding with its positions, of attention weights, "
+        "of the MLP's hidden layer, and of the output of each sublayer. Attention then stores all of its weights",
+        minimum=0,
+        maximum=0.99,
+    )
     head_bias: bool = key(False, "a bias on the logits")
     tie_embeddings: bool = key(False, "the head uses the embedding matrix")
+    init: Literal["normal", "truncated_normal", "xavier_uniform"] = key(
+        "normal",
+        "values of matrices at the start. normal: of standard deviation size.init_std; truncated_normal: the same, cut "
+        "off at three standard deviations (OLMo2); xavier_uniform: within sqrt(6 / (inputs + outputs)), but normal in "
+        "the embedding (Flax's LM1B example)",
+    )
+    bias_init_std: float = key(0.0, "standard deviation of the biases of linear layers at the start", minimum=0)
     dense_layers: int = key(0, "mlp=experts: the first layers have one SwiGLU of intermediate_size", minimum=0)
     shared_experts: int = key(0, "mlp=experts: experts that every token passes through", minimum=0)
     router_scores: Literal["softmax", "sigmoid"] = key("softmax", "mlp=experts: scores of the router's logits")

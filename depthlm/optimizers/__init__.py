@@ -25,8 +25,8 @@ class Groups:
     """The groups of parameters.
 
     embedding: the token embedding and the matrix of the head. matrix: the weights of linear layers, routers and
-    experts. vector: norms, biases, and all else of a delta attention. mechanism: all parameters of connections, and what
-    an attention over depth has beside linear layers and norms.
+    experts. vector: norms, biases, and all else of a delta attention. mechanism: all parameters of connections, and
+    what an attention over depth has beside linear layers and norms.
     """
 
     embedding: Group = section(Group)

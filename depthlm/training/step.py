@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from depthlm.data.sampler import Batches
 from depthlm.model.layer import UNOBSERVED, Observer
+from depthlm.model.parameters import generator_for
 from depthlm.training.engine import Engine
 from depthlm.training.monitoring.meters import RoutingMeter
 from depthlm.training.plan import Plan
@@ -22,6 +24,16 @@ class Step(NamedTuple):
     spike_limit: float
 
 
+def dropout_seeds(seed: int, step: int, batches: Batches) -> torch.Tensor:
+    """Return a seed of dropout for each sequence of this rank in a step, from 0, as int32 [accumulation, micro_batch].
+
+    seed: of the run. A sequence has the same seed on any number of ranks and with any micro-batch.
+    """
+    generator = generator_for(seed, f"dropout of step {step}")
+    seeds = torch.randint(2**31 - 1, (batches.batch_size,), generator=generator, dtype=torch.int32)
+    return seeds[batches.positions].view(-1, batches.micro_batch)
+
+
 def train_step(
     engine: Engine,
     batch: torch.Tensor,
@@ -31,13 +43,14 @@ def train_step(
     mark: Callable[[str], None] = lambda phase: None,
     observer: Observer = UNOBSERVED,
     routing: RoutingMeter | None = None,
+    seeds: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Take one step on batch [accumulation, micro_batch, T + 1]. Returns the token losses summed over all ranks (nats).
 
     The loss is divided by the number of tokens in the global batch. The engine divides by the accumulation steps and
     averages over the ranks, so the loss is multiplied by both. If the summed loss is not finite, or above `highest`,
     the update is skipped. mark: called with each phase of the step. observer: sees every micro-batch.
-    routing: gets the routing of a model with experts.
+    routing: gets the routing of a model with experts. seeds: of dropout, [accumulation, micro_batch].
     """
     if routing is not None:
         routing.begin()
@@ -45,7 +58,7 @@ def train_step(
     scale = plan.accumulation * plan.world_size / plan.tokens_per_step
     for number, tokens in enumerate(batch, 1):
         mark("forward")
-        sums = engine(tokens[:, :-1], tokens[:, 1:], observer)
+        sums = engine(tokens[:, :-1], tokens[:, 1:], observer, None if seeds is None else seeds[number - 1])
         if routing is not None and sums.routing is not None:
             routing.add(sums.routing)
         loss = sums.total(z_loss)

@@ -35,7 +35,7 @@ from depthlm.training.monitoring.metrics import (
 from depthlm.training.nonfinite import BadBatches, DivergedError, spike_limit
 from depthlm.training.plan import Due, is_multiple, learning_rate
 from depthlm.training.setup import Cost, Setup
-from depthlm.training.step import Step, train_step
+from depthlm.training.step import Step, dropout_seeds, train_step
 from depthlm.training.validation import ValidationStopped, log_sample, mechanism_diagnostics, validate
 
 log = logging.getLogger("depthlm")
@@ -173,7 +173,10 @@ class Trainer:
         norms_due = every is not None and (progress.step == 0 or is_multiple(progress.step + 1, every))
         meter = SublayerNormMeter(config.model.loops * config.size.num_layers, self.device) if norms_due else None
         z_loss, observer = self.training.z_loss, meter or UNOBSERVED
-        nll = train_step(engine, batch, self.plan, z_loss, highest, mark, observer, self.routing).item()
+        seeds = None
+        if config.backbone.dropout:
+            seeds = dropout_seeds(config.seed, progress.step, self.batches).to(self.device)
+        nll = train_step(engine, batch, self.plan, z_loss, highest, mark, observer, self.routing, seeds).item()
         progress.step += 1
         progress.tokens += self.plan.tokens_per_step
         if meter is not None:

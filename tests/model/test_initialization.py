@@ -1,3 +1,6 @@
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -55,6 +58,32 @@ def test_the_embedding_may_have_its_own_standard_deviation(make_decoder, positio
     for name, parameter in model.named_parameters():
         factor = {"rope": 25, "sinusoidal": 0.5}[position] if name == "embedding.weight" else 1
         torch.testing.assert_close(scaled.get_parameter(name), factor * parameter)
+
+
+def test_the_truncated_normal_of_olmo2_ends_at_three_standard_deviations(make_decoder):
+    model = make_decoder("olmo2")
+    initialize(model, seed=1, std=0.02, backbone=replace(model.backbone, init="truncated_normal"))
+    matrices = {name: p for name, p in model.named_parameters() if p.dim() == 2}
+    values = torch.cat([p.flatten() for p in matrices.values()])
+    assert values.abs().max() <= 0.06
+    # of a normal distribution that is cut off at 3 standard deviations
+    assert values.std().item() == pytest.approx(0.02 * 0.9866, rel=0.01)
+    assert "embedding.weight" in matrices
+
+
+def test_kernels_of_flaxs_lm1b_example_are_xavier_uniform_and_biases_almost_zero(make_decoder):
+    model = make_decoder("lm1b")
+    initialize(model, 1, 0.02, backbone=replace(model.backbone, init="xavier_uniform", bias_init_std=1e-6))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            assert (parameter == (1 if name.endswith("weight") else 0)).all(), name
+        elif parameter.dim() == 1:
+            assert 0 < parameter.abs().max() < 6e-6, name
+        elif name == "embedding.weight":
+            assert parameter.std().item() == pytest.approx(1, rel=0.1)
+        else:
+            bound = math.sqrt(6 / sum(parameter.shape))
+            assert 0.95 * bound < parameter.abs().max() <= bound, name
 
 
 def test_initialization_from_meta_and_in_bf16(make_decoder):

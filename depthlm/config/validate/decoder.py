@@ -149,6 +149,18 @@ def check_shape(config: Config) -> list[str]:
     if backbone.mlp == "experts":
         errors += _check_experts(size, backbone)
     errors += _check_mixers(config)
+    if backbone.dropout:
+        errors += _check_dropout(config)
+    return errors
+
+
+def _check_dropout(config: Config) -> list[str]:
+    attention: Any = get_class(config.model.attention["_target_"])
+    shown, errors = f"backbone.dropout={config.backbone.dropout:g}: ", []
+    if config.backbone.mlp == "experts":
+        errors.append(f"{shown}experts have none; give backbone.mlp=swiglu or relu, or backbone.dropout=0")
+    if not attention.has_dropout:
+        errors.append(f"{shown}the attention of model={config.model.name} has none; give backbone.dropout=0")
     return errors
 
 

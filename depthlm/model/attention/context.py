@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from depthlm.ops.dropout import Dropout
 from depthlm.ops.flash import Bounds, takes_documents
 
 
@@ -151,14 +152,16 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 class AttentionContext(NamedTuple):
-    """Which tokens of the sequence the new tokens attend to, and the slot of the cache for this layer.
+    """Which tokens of the sequence the new tokens attend to, the slot of the cache for this layer, and its dropout.
 
     documents: limits attention to one document; None: each token attends to itself and to all tokens before it.
+    dropout: of this layer in training, also of what follows the attention; None: no dropout.
     """
 
     documents: DocumentMask | None = None
     cache: Cache | None = None
     slot: int = 0
+    dropout: Dropout | None = None
 
     @property
     def mask_b1ts(self) -> Tensor | None:
@@ -167,7 +170,7 @@ class AttentionContext(NamedTuple):
 
     def bounds(self, q_bhte: Tensor) -> Bounds | None:
         """Return the bounds of the documents, with which flash attention needs no mask; None if it cannot be used."""
-        if self.documents is None or self.cache is not None or not takes_documents(q_bhte):
+        if self.documents is None or self.cache is not None or self.dropout or not takes_documents(q_bhte):
             return None
         return self.documents.bounds
 

@@ -16,6 +16,7 @@ from depthlm.model.attention.context import AttentionContext, causal_mask
 from depthlm.model.figures import Figure
 from depthlm.model.layers import Linear, Norm, Rope, apply_rope
 from depthlm.model.shape import Backbone, Size, SublayerSpec
+from depthlm.ops.dropout import ATTENTION_WEIGHTS, dropout
 from depthlm.ops.flash import attend_by_document
 from depthlm.ops.functions import linear, linear_together
 
@@ -41,10 +42,12 @@ class SelfAttention(nn.Module):
     key_size: of a query and a key, which are wider in latent attention.
     separate_inputs: whether the connection passes different tensors for q, k and v; the layer sets it.
     projects_kv: whether it has keys and values of its own; if not, it gets only the input of q.
+    has_dropout: whether `attend` applies the dropout of its context to the attention weights.
     colour: as in `Connection`; "": this attention reads only its own layer.
     """
 
     projects_kv = True
+    has_dropout = True
     colour = ""
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
@@ -167,6 +170,8 @@ def attend_to(q_bhte: Tensor, k: Tensor, v: Tensor, past: AttentionContext) -> T
         v = F.pad(v, (0, narrower))
     if bounds:
         context = attend_by_document(q_bhte, k, v, bounds)
+    elif past.dropout is not None:
+        context = _attend_with_dropout(q_bhte, k, v, past)
     else:
         context = _attend(q_bhte, k, v, past.mask_b1ts)
     return (context[..., :-narrower] if narrower else context).transpose(1, 2).flatten(2)
@@ -182,6 +187,18 @@ def _attend(q_bhte: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor
         # materialize all scores
         k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
     return F.scaled_dot_product_attention(q_bhte, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1)
+
+
+def _attend_with_dropout(q_bhte: Tensor, k: Tensor, v: Tensor, past: AttentionContext) -> Tensor:
+    """Return context_bhte with dropout of the attention weights. SDPA's own would depend on the micro-batch."""
+    t, s, groups = q_bhte.shape[2], k.shape[2], q_bhte.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    mask = past.mask_b1ts
+    if mask is None:
+        mask = causal_mask(t, s, q_bhte.device)
+    scores_bhts = (q_bhte @ k.mT).float() * q_bhte.shape[-1] ** -0.5
+    weights_bhts = scores_bhts.masked_fill(~mask, -torch.inf).softmax(-1)
+    return dropout(weights_bhts, past.dropout, ATTENTION_WEIGHTS).to(v.dtype) @ v
 
 
 class AttentionFactory(Protocol):

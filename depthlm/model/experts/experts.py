@@ -98,9 +98,6 @@ class Router(nn.Module):
         excluded = torch.zeros_like(preferred_rgm[..., 0], dtype=torch.bool).scatter(1, worst_rg, True)
         return preferred_rgm.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(1)
 
-    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
-        tensor.normal_(0, std, generator=generator)
-
     def _apply(self, fn: Callable, recurse: bool = True) -> "Router":
         # the steps of the bias would be lost in bf16, to which an engine may cast a model
         bias_e = self.bias_e
@@ -173,9 +170,6 @@ class Experts(nn.Module):
             gate_nf, up_nf = product(x_nd, both, ends_e).chunk(2, dim=-1)
         hidden_nf = F.silu(gate_nf) * up_nf
         return product(hidden_nf if weights_n1 is None else hidden_nf * weights_n1, self.down_proj.to(dtype), ends_e)
-
-    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
-        tensor.normal_(0, std, generator=generator)
 
     def forward_flops(self, top_k: int) -> float:
         """Return the FLOPs per token, which passes through `top_k` experts."""

@@ -105,8 +105,10 @@ class DeepSpeedEngine:
     def loss_scale(self) -> float:
         return float(self.deepspeed.optimizer.cur_scale) if self.fp16 else 1.0
 
-    def __call__(self, inputs: Tensor, targets: Tensor, observer: Observer = UNOBSERVED) -> Loss:
-        return self.deepspeed(inputs, targets, observer=observer)
+    def __call__(
+        self, inputs: Tensor, targets: Tensor, observer: Observer = UNOBSERVED, seeds_b: Tensor | None = None
+    ) -> Loss:
+        return self.deepspeed(inputs, targets, observer=observer, seeds_b=seeds_b)
 
     def backward(self, loss: Tensor) -> None:
         self.deepspeed.backward(loss)

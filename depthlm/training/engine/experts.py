@@ -54,7 +54,7 @@ def draw_spread(config: Config, model: Decoder, device: torch.device) -> None:
         if isinstance(module, Experts) and model.is_compiled:
             # how many tokens arrive is known only when they are sent
             module.exchange = torch.compiler.disable(module.exchange)
-    initialize(model, config.seed, config.size.init_std, place)
+    initialize(model, config.seed, config.size.init_std, place, config.backbone)
 
 
 def group_name(ranks: int) -> str:

@@ -41,8 +41,10 @@ class Engine(Protocol):
         """The loss scale of the next step; 1 without fp16."""
         ...
 
-    def __call__(self, inputs: Tensor, targets: Tensor, observer: Observer = UNOBSERVED) -> Loss:
-        """Run the forward pass of a micro-batch [micro_batch, T]."""
+    def __call__(
+        self, inputs: Tensor, targets: Tensor, observer: Observer = UNOBSERVED, seeds_b: Tensor | None = None
+    ) -> Loss:
+        """Run the forward pass of a micro-batch [micro_batch, T]. seeds_b: for dropout, one per sequence."""
         ...
 
     def backward(self, loss: Tensor) -> None:

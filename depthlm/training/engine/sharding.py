@@ -109,7 +109,7 @@ def draw_shards(config: Config, plan: Plan, model: Decoder) -> None:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, torch.empty_like(buffer, device=sharding.local_device))
-    initialize(model, config.seed, config.size.init_std, place)
+    initialize(model, config.seed, config.size.init_std, place, config.backbone)
 
 
 def writable(weight: Tensor) -> AbstractContextManager:
