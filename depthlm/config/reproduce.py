@@ -27,7 +27,7 @@ GROUPS = ("model", "backbone", "size", "data", "optimizer", "schedule", "precisi
 # where files are, and what is applied to the values already
 IGNORED = ("data.path", "budget", "experiment", "model.name")
 # keys that do not affect the preparation
-_UNUSED = {"num_workers", "shuffle_seed", "fraction", "document_mask", "pad_vocab_multiple"}
+_UNUSED = {"num_workers", "shuffle_seed", "fraction", "document_mask", "max_repetitions", "pad_vocab_multiple"}
 
 
 def protocol_texts(config: Config) -> dict[str, str]:

@@ -137,6 +137,12 @@ class Training:
         100, "steps between validations; null: only at the end", minimum=1, on_resume="free"
     )
     validation_tokens: Count | None = key(None, "maximum number of tokens of each validation set; null: all", minimum=1)
+    validation_document_tokens: int | None = key(
+        None,
+        "measure validation losses with one document per row, without context from the document before it; a document "
+        "of more tokens than this has several rows; null: consecutive sequences of sequence_length",
+        minimum=1,
+    )
     log_every: int = key(10, "steps between rows of metrics.jsonl and lines of the log", minimum=1, on_resume="free")
     log_blocks_every: int | None = key(
         None,

@@ -22,13 +22,15 @@ from depthlm.errors import DataError
 from depthlm.lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from depthlm.data.sampler import IGNORED, Batches, loader, sample_windows, validation_batches
+    from depthlm.data.sampler import IGNORED, Batches, loader, sample_windows
+    from depthlm.data.validation import DocumentRows, validation_batches
 
 __all__ = [
     "IGNORED",
     "Batches",
     "Corpus",
     "DataError",
+    "DocumentRows",
     "Manifest",
     "TokenFiles",
     "Tokenizer",
@@ -55,5 +57,7 @@ __all__ = [
 ]
 
 __getattr__ = lazy_attributes(
-    __name__, dict.fromkeys(("IGNORED", "Batches", "loader", "sample_windows", "validation_batches"), "sampler")
+    __name__,
+    dict.fromkeys(("IGNORED", "Batches", "loader", "sample_windows"), "sampler")
+    | dict.fromkeys(("DocumentRows", "validation_batches"), "validation"),
 )

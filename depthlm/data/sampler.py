@@ -1,4 +1,4 @@
-"""Training and validation batches, each a pure function of its number."""
+"""Training batches, each a pure function of its number."""
 
 import signal
 from collections.abc import Iterator, Mapping
@@ -15,6 +15,8 @@ from depthlm.errors import DataError, UserError
 
 # Target of a position that has none: torch's cross entropy ignores it.
 IGNORED = -100
+# the longest n-gram whose repetitions are counted, as in OLMo2
+_LONGEST_PERIOD = 13
 _ROUNDS = 8
 _MASK = 2**64 - 1
 
@@ -27,6 +29,7 @@ class Batches(Dataset[torch.Tensor]):
     so the global batch is the same for any R and any micro_batch (sequences per forward pass; None: all of the rank's).
 
     train: the tokens of each source. weights: the share of each in the samples, relative to the others; None: equal.
+    max_repetitions: a sample in which an n-gram repeats so often is IGNORED in all positions; None: no sample is.
     Raises DataError where a source has fewer tokens than one window, or batch_size is not a multiple of
     ranks * micro_batch.
     """
@@ -40,9 +43,11 @@ class Batches(Dataset[torch.Tensor]):
         seed: int,
         weights: Mapping[str, float] | None = None,
         micro_batch: int | None = None,
+        max_repetitions: int | None = None,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
+        self.max_repetitions = max_repetitions
         self.names, self.tokens = tuple(train), tuple(train.values())
         self.sequence_length, self.batch_size, self.seed = sequence_length, batch_size, seed
         self.micro_batch = micro_batch or max(1, batch_size // ranks)
@@ -65,6 +70,9 @@ class Batches(Dataset[torch.Tensor]):
         length = self.sequence_length
         sources, windows = self.samples(step)
         samples = [self.tokens[s].read(int(w) * length, length + 1) for s, w in zip(sources, windows, strict=True)]
+        for sample in samples:
+            if self.max_repetitions is not None and most_repetitions(sample) >= self.max_repetitions:
+                sample[:] = IGNORED
         return torch.from_numpy(np.stack(samples)).view(-1, self.micro_batch, length + 1)
 
     def samples(
@@ -134,35 +142,15 @@ def loader(
         ) from None
 
 
-def validation_batches(
-    tokens: TokenFiles,
-    sequence_length: int,
-    micro_batch: int,
-    max_tokens: int | None = None,
-    *,
-    rank: int = 0,
-    ranks: int = 1,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (inputs [b, T], targets [b, T]), b <= micro_batch, over the first max_tokens tokens, once, in order.
-
-    Every token but the first is a target once. The last window is padded with inputs 0 and targets IGNORED.
-    Each of several ranks takes every ranks-th window. All ranks get the same number of batches, since with ZeRO 3 they
-    must run the model together: a rank that would have one batch fewer gets a last batch without targets.
-
-    Raises DataError where there are fewer than two tokens.
-    """
-    total = min(len(tokens), max_tokens or len(tokens))
-    if total < 2:
-        remedy = "Give more text, or raise training.validation_tokens."
-        raise DataError(f"{total} validation tokens leave nothing to predict", tokens.folder, remedy)
-    starts = range(0, total - 1, sequence_length)
-    for first in range(0, len(starts[::ranks]), micro_batch):
-        # a window past the end has no targets
-        rank_starts = starts[rank::ranks][first : first + micro_batch] or [total]
-        windows = [_window(tokens, start, sequence_length, total) for start in rank_starts]
-        samples = torch.from_numpy(np.stack(windows))
-        inputs, targets = samples[:, :-1], samples[:, 1:]
-        yield inputs.clamp(min=0), targets.contiguous()
+def most_repetitions(tokens: NDArray[np.int64]) -> int:
+    """Return how many times in a row an n-gram of 1 to 13 tokens occurs at most; incomplete ones do not count."""
+    most = 1
+    for period in range(1, min(_LONGEST_PERIOD, len(tokens) - 1) + 1):
+        differs = np.flatnonzero(tokens[period:] != tokens[:-period])
+        # the longest run of tokens that equal the one a period before
+        longest = int(np.diff(differs, prepend=-1, append=len(tokens) - period).max()) - 1
+        most = max(most, (longest + period) // period)
+    return most
 
 
 def sample_windows(seeds: tuple[int, ...], numbers: NDArray[np.int64], num_windows: int) -> NDArray[np.int64]:
@@ -206,13 +194,6 @@ def _prepare_worker(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     # batches go through a pipe: PyTorch would store them in /dev/shm, and wait forever for one that does not fit there
     ForkingPickler.register(torch.Tensor, lambda batch: (torch.from_numpy, (batch.numpy(),)))
-
-
-def _window(tokens: TokenFiles, start: int, length: int, total: int) -> NDArray[np.int64]:
-    window = np.full(length + 1, IGNORED, dtype=np.int64)
-    content = tokens.read(start, min(length + 1, total - start))
-    window[: len(content)] = content
-    return window
 
 
 def _feistel(values: NDArray[np.uint64], half: int, keys: list[int]) -> NDArray[np.uint64]:

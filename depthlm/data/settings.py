@@ -99,6 +99,12 @@ class Data(Source):
     )
     shuffle_seed: int | None = key(None, "seed of the order of the samples; null: the seed of the run", minimum=0)
     document_mask: bool = key(False, "attention and positions do not cross document boundaries")
+    max_repetitions: int | None = key(
+        None,
+        "a training sequence in which 1 to 13 tokens repeat this many times in a row gives no gradient, and its loss "
+        "counts as 0 (OLMo2: 32); null: all sequences are trained on",
+        minimum=3,
+    )
     on_bad_document: Literal["error", "skip"] = key(
         "error",
         "what to do with a document that is not UTF-8, not JSON, too long or has no text field. error: stop the "

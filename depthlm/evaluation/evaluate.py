@@ -29,7 +29,7 @@ from depthlm.evaluation.harness import (
     run_job,
     task_manager,
 )
-from depthlm.evaluation.losses import add_results, folder_sets, measure_sets, run_sets
+from depthlm.evaluation.losses import add_results, document_rows, folder_sets, measure_sets, run_sets
 from depthlm.fields import key
 from depthlm.machine.environment import Device, usable_device
 from depthlm.model import Decoder
@@ -89,7 +89,14 @@ def evaluate(arguments: Evaluate) -> dict[str, Any]:
                 share = f"{validation_set.split.unknown_share:.1%} of its tokens are unknown, and hide text"
                 note = f"{validation_set.name}: {share}: it has no bits per byte"
                 stdout_console().print(note, markup=False, soft_wrap=True)
-        results = measure_sets(model, sets, config.training.sequence_length, arguments.batch_size, autocast)
+        results = measure_sets(
+            model,
+            sets,
+            config.training.sequence_length,
+            arguments.batch_size,
+            autocast,
+            document_rows(config, tokenizer),
+        )
     else:
         for scores in run_tasks(model, config, arguments, failures):
             results |= scores

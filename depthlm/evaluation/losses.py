@@ -12,7 +12,7 @@ from rich.progress import track
 from torch import Tensor
 
 from depthlm.config import Config
-from depthlm.data import DataError, Manifest, TokenFiles, Tokenizer, open_corpus, validation_batches
+from depthlm.data import DataError, DocumentRows, Manifest, TokenFiles, Tokenizer, open_corpus, validation_batches
 from depthlm.data.manifest import Split
 from depthlm.errors import UserError
 from depthlm.files import read_json, replace_text
@@ -69,6 +69,12 @@ def local_loss(model: Decoder, batches: Iterable[tuple[Tensor, Tensor]], device:
     return total
 
 
+def document_rows(config: Config, tokenizer: Tokenizer) -> DocumentRows | None:
+    """Return how a run's validation sets are divided into documents; None: they are not."""
+    longest = config.training.validation_document_tokens
+    return None if longest is None else DocumentRows(tokenizer.end_of_text, longest)
+
+
 def run_sets(config: Config) -> list[ValidationSet]:
     """Return the validation sets of a run. Raises DataError if their token files do not exist."""
     corpus = open_corpus(config.data)
@@ -101,23 +107,28 @@ def folder_sets(folders: Iterable[str], tokenizer: Tokenizer) -> list[Validation
 
 
 def measure_sets(
-    model: Decoder, sets: Iterable[ValidationSet], sequence_length: int, batch_size: int, autocast: torch.autocast
+    model: Decoder,
+    sets: Iterable[ValidationSet],
+    sequence_length: int,
+    batch_size: int,
+    autocast: torch.autocast,
+    documents: DocumentRows | None = None,
 ) -> dict[str, float | None]:
     """Return `validation/<set>/loss` in nats per token, `.../perplexity` and `.../bits_per_byte`; None if not finite
     or, for bits per byte, if unknown tokens hide some of the text.
 
-    A set is split into consecutive windows of sequence_length, the last one shorter. Every token except the first is a
-    target exactly once, and the bytes are those of all targets.
+    A set is split into consecutive windows of sequence_length, the last one shorter, or into its documents. Every token
+    except the first is a target exactly once, and the bytes are those of all targets.
     """
     device = next(model.parameters()).device
     losses: dict[str, float | None] = {}
     for validation_set in sets:
         windows = -(-(len(validation_set.tokens) - 1) // sequence_length)
-        batches: Iterator = validation_batches(validation_set.tokens, sequence_length, batch_size)
+        batches: Iterator = validation_batches(validation_set.tokens, sequence_length, batch_size, documents=documents)
         shown = track(
             batches,
             f"{validation_set.name}: {len(validation_set.tokens):,} tokens",
-            total=-(-windows // batch_size),
+            total=-(-windows // batch_size) if documents is None else None,
             transient=True,
         )
         with autocast:

@@ -31,7 +31,7 @@ from depthlm.evaluation.harness import (
     run_job,
     task_manager,
 )
-from depthlm.evaluation.losses import TotalLoss, add_results, folder_sets, local_loss
+from depthlm.evaluation.losses import TotalLoss, add_results, document_rows, folder_sets, local_loss
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import finite, perplexity
 
@@ -156,7 +156,8 @@ class _EvaluatedModel:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
         place = {"rank": torch.distributed.get_rank(), "ranks": torch.distributed.get_world_size()}
         length = self.config.training.sequence_length
-        batches = validation_batches(validation_set.tokens, length, settings.batch_size, **place)
+        documents = document_rows(self.config, self.tokenizer)
+        batches = validation_batches(validation_set.tokens, length, settings.batch_size, documents=documents, **place)
         with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
             nats, tokens = local_loss(self.model, batches, self.device).tolist()
         return nats, tokens

@@ -148,6 +148,7 @@ def prepare_run(config: Config, ranks: Ranks, device: torch.device, activity: Ac
         batch_size=plan.batch_size,
         seed=config.seed if config.data.shuffle_seed is None else config.data.shuffle_seed,
         micro_batch=plan.micro_batch_size,
+        max_repetitions=config.data.max_repetitions,
         rank=ranks.rank,
         ranks=ranks.world_size,
     )

@@ -58,7 +58,10 @@ def train_step(
     scale = plan.accumulation * plan.world_size / plan.tokens_per_step
     for number, tokens in enumerate(batch, 1):
         mark("forward")
-        sums = engine(tokens[:, :-1], tokens[:, 1:], observer, None if seeds is None else seeds[number - 1])
+        # data.max_repetitions makes all tokens of a sequence negative
+        sums = engine(
+            tokens[:, :-1].clamp(min=0), tokens[:, 1:], observer, None if seeds is None else seeds[number - 1]
+        )
         if routing is not None and sums.routing is not None:
             routing.add(sums.routing)
         loss = sums.total(z_loss)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from depthlm.config import Config
-from depthlm.data import Corpus, TokenFiles, validation_batches
+from depthlm.data import Corpus, DocumentRows, TokenFiles, validation_batches
 from depthlm.distributed.process_group import on_any_rank
 from depthlm.distributed.signals import StopRequest
 from depthlm.distributed.watchdog import Activity
 from depthlm.evaluation import generate, total_loss
+from depthlm.evaluation.losses import document_rows
 from depthlm.model import Connection, Decoder, Observer
 from depthlm.model.connection import State
 from depthlm.runs.records import ValidationLosses, finite
@@ -36,7 +37,8 @@ def validate(
     losses = {}
     with engine.evaluated(), autocast(config, engine.device):
         for name, tokens in corpus.validation.items():
-            marked = mark_each(batches(config, plan, tokens), activity, request, engine.device)
+            rows = batches(config, plan, tokens, document_rows(config, corpus.tokenizer))
+            marked = mark_each(rows, activity, request, engine.device)
             losses[name] = finite(total_loss(engine.model, marked, engine.device).mean)
     return ValidationLosses(losses)
 
@@ -98,13 +100,16 @@ def mark_each(
         yield batch
 
 
-def batches(config: Config, plan: Plan, tokens: TokenFiles) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return this rank's batches of a validation set."""
+def batches(
+    config: Config, plan: Plan, tokens: TokenFiles, documents: DocumentRows | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return this rank's batches of a validation set. documents: with one of them in each row."""
     return validation_batches(
         tokens,
         plan.sequence_length,
         plan.micro_batch_size,
         config.training.validation_tokens,
+        documents=documents,
         rank=torch.distributed.get_rank(),
         ranks=plan.world_size,
     )

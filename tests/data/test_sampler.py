@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthlm.data import IGNORED, Batches, DataError, TokenFiles, loader, sample_windows, validation_batches
+from depthlm.data import IGNORED, Batches, DataError, TokenFiles, loader, sample_windows
 from depthlm.data.preparation.progress import SplitWriter
-from depthlm.data.sampler import key_of, permute
+from depthlm.data.sampler import key_of, most_repetitions, permute
 from depthlm.errors import UserError
 from depthlm.model.attention.context import find_documents
 
@@ -170,34 +170,34 @@ def test_text_shorter_than_a_sequence_and_indivisible_batches_are_errors(tmp_pat
             Batches({"train": tokens}, sequence_length=5, seed=0, **wrong)
 
 
-@pytest.mark.parametrize(("count", "length"), [(101, 10), (100, 10), (95, 10), (2, 10), (11, 10), (12, 10), (50, 1)])
-@pytest.mark.parametrize("max_tokens", [None, 2, 37, 10**6])
-def test_validation_covers_the_split_once_for_any_batch_size(
-    tmp_path: Path, count: int, length: int, max_tokens: int | None
-) -> None:
-    tokens = written(tmp_path, count)
-
-    def rows(micro_batch: int, **share: int) -> tuple[torch.Tensor, torch.Tensor]:
-        batches = list(validation_batches(tokens, length, micro_batch, max_tokens, **share))
-        assert all(len(inputs) <= micro_batch for inputs, _ in batches)
-        inputs, targets = (torch.cat(part) for part in zip(*batches, strict=True))
-        return inputs, targets
-
-    inputs, targets = rows(1)
-    scored = targets != IGNORED
-    assert targets[scored].tolist() == list(range(1, min(count, max_tokens or count)))
-    assert torch.equal(inputs[scored] + 1, targets[scored])
-    assert inputs.min() >= 0
-    assert scored.any(dim=1).all()
-    for micro_batch in (2, 3, 64):
-        assert all(torch.equal(a, b) for a, b in zip(rows(micro_batch), (inputs, targets), strict=True))
-    if len(inputs) >= 2:
-        shared = torch.cat([rows(2, rank=rank, ranks=2)[1] for rank in range(2)])
-        assert sorted(shared[shared != IGNORED].tolist()) == sorted(targets[scored].tolist())
-    counts = {len(list(validation_batches(tokens, length, 2, max_tokens, rank=rank, ranks=3))) for rank in range(3)}
-    assert len(counts) == 1
+@given(
+    tokens=st.lists(st.integers(0, 2), min_size=1, max_size=60),
+    unit=st.lists(st.integers(0, 2), min_size=1, max_size=15),
+    times=st.integers(0, 6),
+)
+def test_repetitions_of_an_n_gram_are_counted(tokens: list[int], unit: list[int], times: int) -> None:
+    text = tokens + unit * times + tokens
+    most = max(
+        next(
+            count
+            for count in range(len(text) // n, 0, -1)
+            if any(text[i : i + count * n] == text[i : i + n] * count for i in range(len(text) - count * n + 1))
+        )
+        for n in range(1, min(13, len(text)) + 1)
+    )
+    assert most_repetitions(np.array(text)) == most
 
 
-def test_a_validation_set_of_one_token_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="nothing to predict"):
-        next(validation_batches(written(tmp_path, 10), 5, 1, 1))
+def test_a_sample_with_many_repetitions_is_ignored_and_no_other(tmp_path: Path) -> None:
+    text = np.arange(401) % 50
+    text[120:180] = np.resize([7, 8, 9], 60)
+    writer = SplitWriter(tmp_path, "train", "uint16", 1000, 1000)
+    writer.add(text, 1, 1)
+    files = {"train": TokenFiles(tmp_path, writer.finish().files, "uint16")}
+    given = {"sequence_length": 100, "batch_size": 4, "seed": 0}
+    plain, filtered = Batches(files, **given), Batches(files, **given, max_repetitions=20)
+    ignored = (filtered[0] == IGNORED).all(dim=-1)
+    assert filtered.windows(0) == plain.windows(0)
+    assert [plain.windows(0)["train"][i] for i in ignored.flatten().nonzero().flatten()] == [1]
+    assert torch.equal(filtered[0][~ignored], plain[0][~ignored])
+    assert not (Batches(files, **given, max_repetitions=21)[0] == IGNORED).any()

@@ -114,6 +114,26 @@ def test_a_run_with_a_document_mask_is_loaded_with_it(small_run: Overrides, tmp_
     assert abs(unmasked - masked) > 1e-5
 
 
+def test_validation_by_document_gives_each_document_no_context(small_run: Overrides, tmp_path: Path) -> None:
+    shared = ("training.max_steps=3", "training.validation_tokens=null")
+    config = depthlm.compose(small_run("training.validation_document_tokens=4096", *shared))
+    assert train(config) == COMPLETE
+    measured = rows(tmp_path / "run")[-1]["validation/local/loss"]
+    model, _ = depthlm.load(tmp_path / "run")
+    corpus = open_corpus(config.data)
+    files, end = corpus.validation["local"], corpus.tokenizer.end_of_text
+    tokens = files.read(0, min(len(files), config.training.validation_tokens or len(files))).tolist()
+    starts = [0, *(i for i, token in enumerate(tokens[:-1]) if token == end)]
+    total = 0.0
+    for start, stop in zip(starts, [*starts[1:], len(tokens) - 1], strict=True):
+        row = torch.tensor([tokens[start : stop + 1]])
+        total += model(row[:, :-1], row[:, 1:]).nll.item()
+    assert len(starts) > 2
+    assert measured == pytest.approx(total / (len(tokens) - 1), rel=1e-6)
+    assert train(depthlm.compose(small_run(*shared, name="windows"))) == COMPLETE
+    assert abs(rows(tmp_path / "windows")[-1]["validation/local/loss"] - measured) > 1e-5
+
+
 def test_a_corpus_too_large_to_prepare_automatically_ends_with_the_command_to_prepare_it(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 
 import depthlm
 from depthlm.accounting import MemoryEstimator
+from depthlm.data import IGNORED
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.training.engine import build_engine
@@ -96,6 +97,22 @@ def test_z_loss_lowers_the_normaliser(small_run: Callable[..., list[str]]) -> No
 
     start_distributed(ranks())
     assert normaliser(0.1) < normaliser(0.0)
+
+
+def test_an_ignored_sequence_gives_no_gradient_and_a_loss_of_0(small_run: Callable[..., list[str]]) -> None:
+    config = depthlm.compose(small_run("schedule=constant"))
+    start_distributed(ranks())
+    plan = make_plan(config, ranks())
+    (tokens,) = synthetic_tokens(config, 1)
+    tokens[1] = IGNORED
+    model = depthlm.build_model(config)
+    others = torch.cat((tokens[:1], tokens[2:]))
+    expected = model(others[:, :-1], others[:, 1:]).nll
+    norm = torch.stack([g.norm() for g in torch.autograd.grad(expected, list(model.parameters()))]).norm()
+    engine = build_engine(config, plan, depthlm.build_model(config))
+    batch = tokens.view(plan.accumulation, plan.micro_batch_size, -1)
+    assert train_step(engine, batch, plan, 0.0).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert engine.grad_norm() == pytest.approx(norm.item() / plan.tokens_per_step, rel=1e-4)
 
 
 def spoil(engine: Any, **added: float) -> Callable[[], None]:
