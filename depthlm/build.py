@@ -66,7 +66,7 @@ def load_checkpoint(
         # a requirement of training should not restrict where the model is used
         model.kernels = "auto"
     if config.data.document_mask:
-        model.end_of_text = Tokenizer.load(directory).end_of_text
+        model.mask_documents(config.data.document_mask, Tokenizer.load(directory).end_of_text)
     return model, config, manifest
 
 

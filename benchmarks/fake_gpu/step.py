@@ -99,7 +99,7 @@ def model_of(config: Config) -> Decoder:
     """Return the decoder as it is trained, without weights."""
     model = build_model(config, "meta")
     model.checkpoint_activations(config.training.activation_checkpointing)
-    model.end_of_text = 0 if config.data.document_mask else None
+    model.mask_documents(config.data.document_mask, 0)
     return model
 
 

@@ -178,7 +178,7 @@ class MemoryEstimator:
             if stage == 3:
                 model.read_alone()
             # any token will do, because it does not affect shapes
-            model.end_of_text = 0 if self.config.data.document_mask else None
+            model.mask_documents(self.config.data.document_mask, 0)
             autocast = None if half_weights or precision == torch.float32 else precision
             sizes = (micro_batch_size, training.sequence_length)
             try:

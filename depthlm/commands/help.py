@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from depthlm.config.errors import nearest
 from depthlm.config.hydra_context import available_groups, comment, compose_raw, hydra_at_conf
@@ -166,7 +166,7 @@ def setting_meanings(docstring: str) -> dict[str, str]:
 
 def key_table(shown: Iterable[Key], raw: DictConfig) -> Table:
     """Return a table of keys with their defaults and meanings."""
-    table = Table("key", "default", "meaning", box=box.SIMPLE)
+    table = Table(Column("key", no_wrap=True), "default", "meaning", box=box.SIMPLE)
     section = ""
     for key in shown:
         if key.name.rpartition(".")[0] != section:

@@ -94,7 +94,7 @@ def stream(
         if padding_b is not None and (cache is None or cache.length == 0):
             ends_bt = torch.arange(input_bt.shape[1], device=input_bt.device) < padding_b[:, None]
             if model.end_of_text is not None:
-                ends_bt = ends_bt | (input_bt == model.end_of_text)
+                ends_bt = ends_bt | model.ends_of_documents(input_bt)
         hidden_btd = model.hidden(input_bt, cache, ends_bt=ends_bt)
         new_b1 = _choose(model.logits(hidden_btd[:, -1:])[:, 0].float(), temperature, top_k, top_p, generator)
         if eos is not None:

@@ -139,7 +139,7 @@ class _EvaluatedModel:
         """Load the weights."""
         checkpoint = RunDirectory.of(self.config.output_dir).checkpoint(self.step)
         self.model = with_weights(self.config, checkpoint, self.device)
-        self.model.end_of_text = self.tokenizer.end_of_text if self.config.data.document_mask else None
+        self.model.mask_documents(self.config.data.document_mask, self.tokenizer.end_of_text)
         # a layer, since the harness does not call the decoder as a whole
         self.model.layers[0].register_forward_hook(self.mark)
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -27,7 +28,7 @@ class DepthLMConfig(PretrainedConfig):
 
     size, backbone: the fields of `Size` and `Backbone`. loops: passes through the layers.
     mechanism: its name. connection, attention: the settings of the two classes that the modeling code names.
-    end_of_text: the token that ends a document, if attention is limited to one document; else None.
+    end_of_text, end_of_text_begins: those of `Decoder`.
     max_position_embeddings: sequence length of training; longer sequences are possible, since positions are computed.
     """
 
@@ -43,13 +44,15 @@ class DepthLMConfig(PretrainedConfig):
         connection: dict[str, Any] | None = None,
         attention: dict[str, Any] | None = None,
         end_of_text: int | None = None,
+        end_of_text_begins: bool = False,
         max_position_embeddings: int = 2048,
         use_cache: bool = True,
         **kwargs: Any,
     ) -> None:
         self.size, self.backbone, self.loops = size or {}, backbone or {}, loops
         self.mechanism, self.connection, self.attention = mechanism, connection or {}, attention or {}
-        self.end_of_text, self.max_position_embeddings, self.use_cache = end_of_text, max_position_embeddings, use_cache
+        self.end_of_text, self.end_of_text_begins = end_of_text, end_of_text_begins
+        self.max_position_embeddings, self.use_cache = max_position_embeddings, use_cache
         # transformers also calls the constructor without arguments
         if size:
             # a cache has one layer for each pass through a layer
@@ -167,7 +170,7 @@ class CausalLM(PreTrainedModel, GenerationMixin):
             decoder = Decoder(size, backbone, connection, attention, config.loops)
             if decoder.embedding.weight.device.type != "meta":
                 initialize(decoder, torch.initial_seed(), size.init_std, backbone=backbone)
-        decoder.end_of_text = config.end_of_text
+        decoder.end_of_text, decoder.end_of_text_begins = config.end_of_text, config.end_of_text_begins
         self.decoder = decoder
         self.post_init()
 
@@ -218,6 +221,8 @@ class CausalLM(PreTrainedModel, GenerationMixin):
             of_text_bs = tokens_bt == self.decoder.end_of_text
             if cache is not None:
                 of_text_bs = cache.ends_of_text(of_text_bs, self.config.num_hidden_layers)
+            if self.decoder.end_of_text_begins:
+                of_text_bs = F.pad(of_text_bs[:, 1:], (0, 1))
             ends_bs = of_text_bs if ends_bs is None else ends_bs | of_text_bs
         if ends_bs is None:
             return None

@@ -111,6 +111,7 @@ def causal_lm_config(model: Decoder, config: Config) -> DepthLMConfig:
         connection=connection,
         attention=attention,
         end_of_text=model.end_of_text,
+        end_of_text_begins=model.end_of_text_begins,
         max_position_embeddings=config.training.sequence_length,
     )
 

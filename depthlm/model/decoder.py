@@ -6,9 +6,10 @@ Shapes: b batch, t tokens, d hidden size, v vocabulary.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -57,6 +58,7 @@ class Decoder(nn.Module):
     kernels: the implementation of the operators over depth: auto, triton or torch (`depthlm.ops.backend`).
     end_of_text: the token that ends a document. With it, tokens attend only within their document and positions start
         at 0 in each document, so the logits equal those of the document alone. None: each sequence is one document.
+    end_of_text_begins: whether that token belongs to the document after it, as its BOS token.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Decoder(nn.Module):
         self.is_compiled = False
         self.kernels = "auto"
         self.end_of_text: int | None = None
+        self.end_of_text_begins = False
         self.head_and_loss: Callable[[Decoder, Tensor, Tensor, bool], Loss] = head_and_loss
         depth = loops * size.num_layers
         specs = [SublayerSpec(layer, kind, depth) for layer in range(depth) for kind in ("attention", "mlp")]
@@ -112,7 +115,7 @@ class Decoder(nn.Module):
         cache: keys and values, or states, of the preceding tokens. Those of the new tokens are added.
         observer: receives the inputs and outputs of each sublayer.
         ends_bt: true where a token is the last of its document, such as the last padding token to the left of a prompt;
-            None: the tokens equal to end_of_text.
+            None: see `ends_of_documents`.
         seeds_b: int32, for `backbone.dropout` in training, one per sequence; None: no dropout.
         """
         with using(self.kernels):
@@ -148,7 +151,9 @@ class Decoder(nn.Module):
         start, length = cache.length if cache is not None else 0, tokens_bt.shape[1]
         cached_b1 = cache.document_b1 if cache is not None else None
         if ends_bt is None and self.end_of_text is not None:
-            ends_bt = tokens_bt == self.end_of_text
+            ends_bt = self.ends_of_documents(tokens_bt)
+            if self.end_of_text_begins and cached_b1 is not None:
+                cached_b1 = torch.where(tokens_bt[:, :1] == self.end_of_text, start, cached_b1)
         elif ends_bt is None and cached_b1 is not None:
             ends_bt = torch.zeros_like(tokens_bt, dtype=torch.bool)
         documents, document_b1 = None, None
@@ -177,6 +182,16 @@ class Decoder(nn.Module):
             cache.advance(length, document_b1)
         observer.read(self.connections[-1], state)
         return self.connections[-1].close(state), routings
+
+    def mask_documents(self, how: bool | Literal["bos"], end_of_text: int) -> None:
+        """Limit attention to documents as `data.document_mask` says."""
+        self.end_of_text, self.end_of_text_begins = end_of_text if how else None, how == "bos"
+
+    def ends_of_documents(self, tokens_bt: Tensor) -> Tensor:
+        """Return where a token is the last of its document, by end_of_text."""
+        assert self.end_of_text is not None
+        of_text_bt = torch.eq(tokens_bt, self.end_of_text)
+        return F.pad(of_text_bt[:, 1:], (0, 1)) if self.end_of_text_begins else of_text_bt
 
     def _open_depth(self) -> DepthKV:
         """Return the depth list before the first layer."""

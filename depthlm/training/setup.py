@@ -164,7 +164,7 @@ def build(setup: Setup, import_initial: bool) -> tuple[Engine, Cost]:
     # the accounting needs shapes, which a sharded model does not have
     model = build_model(config, "meta")
     model.checkpoint_activations(config.training.activation_checkpointing)
-    model.end_of_text = corpus.tokenizer.end_of_text if config.data.document_mask else None
+    model.mask_documents(config.data.document_mask, corpus.tokenizer.end_of_text)
     end_of_text = model.end_of_text
     attended = plan.sequence_length if end_of_text is None else setup.batches.document_length(end_of_text)
     cost = Cost(count_parameters(model)["total"], flops_per_token(model, attended).training)

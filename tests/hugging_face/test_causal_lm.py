@@ -38,7 +38,7 @@ def test_the_wrapper_shares_the_decoder(wrap: Callable[..., Wrapped]) -> None:
         assert torch.equal(causal(tokens(2, 9), return_dict=False, use_cache=False)[0], decoder(tokens(2, 9)))
 
 
-@pytest.mark.parametrize("overrides", [[], ["data.document_mask=true"]])
+@pytest.mark.parametrize("overrides", [[], ["data.document_mask=true"], ["data.document_mask=bos"]])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_does_not_change_logits(wrap: Callable[..., Wrapped], overrides: list[str], side: str) -> None:
     causal, decoder = wrap("model=depth_attention", *overrides)
@@ -54,7 +54,7 @@ def test_padding_does_not_change_logits(wrap: Callable[..., Wrapped], overrides:
             torch.testing.assert_close(logits[row, part], decoder(rows[row, None, part])[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("overrides", [[], ["data.document_mask=true"]])
+@pytest.mark.parametrize("overrides", [[], ["data.document_mask=true"], ["data.document_mask=bos"]])
 @pytest.mark.parametrize("cache_given", [True, False], ids=["bare", "default"])
 def test_a_cache_is_filled_in_parts_cropped_and_reordered(
     wrap: Callable[..., Wrapped], overrides: list[str], cache_given: bool

@@ -39,21 +39,21 @@ def packed(ends: list[list[int]] = ENDS, length: int = LENGTH, seed: int = 0) ->
     return tokens
 
 
-def split(row: Tensor) -> list[Tensor]:
-    """Return the documents of a row, each with its final end-of-text token."""
-    cuts = [place + 1 for place in (row == END).nonzero().flatten().tolist() if place + 1 < len(row)]
-    return list(row.tensor_split(cuts))
+def split(row: Tensor, how: bool | str = True) -> list[Tensor]:
+    """Return the documents of a row, each with its final end-of-text token, or its first one with "bos"."""
+    cuts = [place + (how is True) for place in (row == END).nonzero().flatten().tolist()]
+    return list(row.tensor_split([cut for cut in cuts if 0 < cut < len(row)]))
 
 
-def alone(model: Decoder, tokens_bt: Tensor) -> Tensor:
+def alone(model: Decoder, tokens_bt: Tensor, how: bool | str = True) -> Tensor:
     """Return the logits of each document alone, at its place in the row."""
     assert model.end_of_text is None
-    return torch.cat([torch.cat([model(one[None]) for one in split(row)], dim=1) for row in tokens_bt])
+    return torch.cat([torch.cat([model(one[None]) for one in split(row, how)], dim=1) for row in tokens_bt])
 
 
-def masked(model: Decoder) -> Decoder:
+def masked(model: Decoder, how: Any = True) -> Decoder:
     other = copy.deepcopy(model)
-    other.end_of_text = END
+    other.mask_documents(how, END)
     return other
 
 
@@ -150,15 +150,18 @@ def test_pieces_with_cache_equal_single_documents(build: Any, preset: str, backb
     ends=st.lists(st.lists(st.integers(0, 11), unique=True, max_size=6), min_size=1, max_size=3),
     cuts=st.lists(st.integers(1, 11), unique=True, max_size=5).map(sorted),
     preset=st.sampled_from(OVER_THE_SEQUENCE),
+    how=st.sampled_from([True, "bos"]),
 )
-def test_random_documents_in_random_pieces(build: Any, ends: list[list[int]], cuts: list[int], preset: str) -> None:
+def test_random_documents_in_random_pieces(
+    build: Any, ends: list[list[int]], cuts: list[int], preset: str, how: bool | str
+) -> None:
     model = build(f"model={preset}", "size.num_layers=2").double()
-    other, tokens = masked(model), packed(ends, 12)
+    other, tokens = masked(model, how), packed(ends, 12)
     cache = other.make_cache()
     with torch.no_grad():
         pieces = [other(piece, cache=cache) for piece in tokens.tensor_split(cuts, dim=1)]
-        assert_same(torch.cat(pieces, dim=1), alone(model, tokens))
-        assert_same(other(tokens), alone(model, tokens))
+        assert_same(torch.cat(pieces, dim=1), alone(model, tokens, how))
+        assert_same(other(tokens), alone(model, tokens, how))
 
 
 @pytest.mark.parametrize("preset", OVER_THE_SEQUENCE)
