@@ -12,7 +12,7 @@ on, the newest source is the running sum of that block.
 Inkling 2 ships with a form of it, which the settings below give: h = sum_j alpha_j n_j, n_j = b_j / rms(b_j),
 alpha = softmax_j(w . n_j / sqrt(D)), with a query for each of q, k and v in some layers.
 
-Shapes: s reads, n sources, b batch, t tokens, d hidden size.
+Shapes: s reads, n sources, b batch, t tokens, d hidden size, h heads, e their width.
 """
 
 from collections.abc import Sequence
@@ -56,6 +56,8 @@ class AttentionResiduals(Connection):
     values: raw: the sum is over b_j; normed: over b_j / rms(b_j), except in the first sublayer, which reads the
         embedding as it is and has no parameters.
     scale: whether the scores are divided by sqrt(D).
+    window: read only the embedding and so many of the newest sources; None: all.
+    heads: slices of D, each with a softmax of its own over its slice of the query and of RMSNorm(b_j); divides D.
     separate_qkv: attentions whose q, k and v have a query, and so an input, of their own: None: none, k: those of every
         k-th layer, or a list of layers. In a looped decoder, these are unrolled layers.
     """
@@ -73,11 +75,15 @@ class AttentionResiduals(Connection):
         key_norm: str | bool = "weighted",
         values: str = "raw",
         scale: bool = False,
+        window: int | None = None,
+        heads: int = 1,
         separate_qkv: int | Sequence[int] | None = None,
     ):
         super().__init__(spec, size, backbone)
         check(
             at_least(1, block_size=block_size, optional=True),
+            at_least(1, window=window, optional=True),
+            at_least(1, heads=heads),
             one_of(("static", "input_dependent"), query=query),
             one_of(("softmax", "sigmoid", "scalars"), mixing=mixing),
             [] if isinstance(key_norm, bool) else one_of(("weighted", "plain", "none"), key_norm=key_norm),
@@ -96,14 +102,21 @@ class AttentionResiduals(Connection):
             )
         if scale and mixing == "scalars":
             raise ValueError("scale=true: mixing=scalars has no scores")
+        if heads > 1 and (size.hidden_size % heads or mixing == "scalars" or values == "normed" or separate_qkv):
+            raise ValueError(
+                f"heads={heads}: must divide size.hidden_size={size.hidden_size}, with values=raw and without "
+                "mixing=scalars and separate_qkv"
+            )
+        self.window, self.heads = window, heads
         self.block_size = block_size or default_block_size(spec)
         self.mixing = mixing
         self.norm_eps = backbone.norm_eps
         self.normed = values == "normed"
         # None if the operator does not normalize the keys
         self.eps = backbone.norm_eps if key_norm != "none" and not self.normed else None
-        self.factor = size.hidden_size**-0.5 if scale else 1.0
-        self.num_sources = 1 + -(-spec.sublayer // self.block_size)
+        self.factor = (size.hidden_size // heads) ** -0.5 if scale else 1.0
+        blocks = -(-spec.sublayer // self.block_size)
+        self.num_sources = 1 + (blocks if window is None else min(blocks, window))
         self.begins_block = spec.sublayer % self.block_size == 0
         self.num_inputs = 3 if spec.kind == "attention" and reads_apart(spec.layer, separate_qkv) else 1
         self.reads_embedding = self.normed and spec.sublayer == 0
@@ -111,7 +124,7 @@ class AttentionResiduals(Connection):
             return
         passes = 1 if mixing == "scalars" else 2
         self.cost = read_cost(size, self.num_sources, passes, self.num_inputs, self.normed)
-        if is_static:
+        if is_static and window is None and heads == 1:
             # the running sum still changes, so it cannot be read ahead
             self.read_ahead = ReadAhead(self, begin, self.extend, self.num_sources - (not self.begins_block))
         if mixing == "scalars":
@@ -141,6 +154,8 @@ class AttentionResiduals(Connection):
             h_sbtd, ahead = self.read_ahead.read(state.normed or state.blocks, state.ahead)
             return h_sbtd.unbind(), ahead
         alphas = self.weights(state) if weights is None else weights
+        if self.heads > 1:
+            return (weighted_sum(alphas[0], split(state.blocks, self.heads)).flatten(-2),), ()
         return tuple(weighted_sum(alpha, state.blocks) for alpha in alphas), ()
 
     def weights(self, state: State) -> list[Tensor]:
@@ -152,7 +167,7 @@ class AttentionResiduals(Connection):
         return [alpha_nbt * (squares_nbt + self.norm_eps).rsqrt() for alpha_nbt in alphas]
 
     def alphas(self, state: State) -> list[Tensor]:
-        """Return, for each input, alpha_nbt of the sources, or alpha_n for scalars."""
+        """Return, for each input, alpha_nbt of the sources, alpha_n for scalars, or alpha_nbth with heads."""
         if self.reads_embedding:
             return [state.blocks[0].new_ones(1)] * self.num_inputs
         if self.mixing == "scalars":
@@ -162,7 +177,12 @@ class AttentionResiduals(Connection):
             queries = [w_btd * self.key_norm if hasattr(self, "key_norm") else w_btd]
         else:
             queries = list(queries_of([self]))
-        scores = [source_scores(w, state.normed or state.blocks, self.eps) for w in queries]
+        if self.heads > 1:
+            keys = state.blocks if self.eps is None else [rms_norm(b_btd, None, self.eps) for b_btd in state.blocks]
+            slices = split([*keys, queries[0].expand_as(keys[0])], self.heads)
+            scores = [source_scores(slices[-1], slices[:-1], None)]
+        else:
+            scores = [source_scores(w, state.normed or state.blocks, self.eps) for w in queries]
         return [score.softmax(0) if self.mixing == "softmax" else score.sigmoid() for score in scores]
 
     def extend(self, partial: Partial, recent: Sequence[Tensor]) -> Tensor:
@@ -173,14 +193,20 @@ class AttentionResiduals(Connection):
         kept = len(state.blocks) - (not self.begins_block)
         newest = output_btd if self.begins_block else state.blocks[-1].to(state.blocks[0].dtype) + output_btd
         normed = (*state.normed[:kept], rms_norm(newest, None, self.norm_eps)) if self.normed else ()
-        return State((*state.blocks[:kept], newest), normed, carry)
+        return State(self.newest((*state.blocks[:kept], newest)), self.newest(normed), carry)
+
+    def newest(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the sources in the window, the embedding first."""
+        return sources if self.window is None else (*sources[:1], *sources[1:][-self.window :])
 
     def figures(self, state: State) -> list[Figure]:
         size = self.block_size
         sources = "then sublayer outputs" if size == 1 else f"then blocks of {size} sublayers"
         alphas = self.alphas(state)
+        if self.window is not None:
+            sources = f"then the newest of {'sublayer outputs' if size == 1 else f'blocks of {size} sublayers'}"
         if self.num_inputs == 1:
-            return [figure(alphas[0], sources)]
+            return [figure(alphas[0].mean(-1) if self.heads > 1 else alphas[0], sources)]
         drawn = figure(torch.stack(alphas), sources)
         return [drawn._replace(axes=("panel", "source", "batch", "token"), panels=("q", "k", "v"))]
 
@@ -190,6 +216,11 @@ class Projection(nn.Linear):
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         tensor.zero_()
+
+
+def split(sources: Sequence[Tensor], heads: int) -> list[Tensor]:
+    """Return x_bthe of each x_bt(he)."""
+    return [x.unflatten(-1, (heads, -1)) for x in sources]
 
 
 def default_block_size(spec: SublayerSpec) -> int:

@@ -1,6 +1,8 @@
-"""DeepNorm (arXiv 2203.00555), a row of Table 5 of Attention Residuals (arXiv 2603.15031): h <- Norm(alpha h + f(h)).
+"""DeepNorm and KEEL, rows of Table 5 of Attention Residuals (arXiv 2603.15031): h <- Norm(alpha h + f(h)).
 
-    alpha = (2 L)^(1/4);  the values, the output and the MLP of a layer are initialized with a gain of (8 L)^(-1/4)
+    DeepNorm (arXiv 2203.00555): alpha = (2 L)^(1/4);  the values, the output and the MLP of a layer are initialized
+    with a gain of (8 L)^(-1/4)
+    KEEL (arXiv 2601.19895): alpha = 2 L, the number of sublayers, and f has the norm of its input as well
 
 The norm belongs to the sublayer that reads the sum; the final norm of the decoder is that of the last sum.
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from depthlm.model.connection import Connection, Cost, Hidden, Inputs
 from depthlm.model.layers import Norm
+from depthlm.model.settings import check, one_of
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.dtypes import upcast
 
@@ -19,13 +22,16 @@ from depthlm.ops.dtypes import upcast
 class DeepNorm(Connection):
     """A residual connection with a norm of each sum.
 
-    In the paper's form these are the only norms: set backbone.norm_placement=none.
+    form: deepnorm, in the paper with these norms only (backbone.norm_placement=none), or keel, in the paper with a norm
+        of the input of each sublayer as well (pre).
     """
 
-    def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
+    def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, form: str = "deepnorm"):
         super().__init__(spec, size, backbone)
-        self.alpha = (2 * spec.num_layers) ** 0.25
-        self.output_gain = (8 * spec.num_layers) ** -0.25
+        check(one_of(("deepnorm", "keel"), form=form))
+        depth = 2 * spec.num_layers
+        self.alpha = float(depth) if form == "keel" else depth**0.25
+        self.output_gain = 1.0 if form == "keel" else (4 * depth) ** -0.25
         if 0 < spec.sublayer < 2 * spec.num_layers:
             self.norm = Norm(size.hidden_size, backbone)
         if spec.kind != "final":
@@ -34,23 +40,29 @@ class DeepNorm(Connection):
     def read(self, state: Hidden, weights: Tensor | None = None) -> tuple[Inputs, Tensor]:
         if not hasattr(self, "norm"):
             return (state.h,), state.h
-        if weights is None:
-            x_btd = self.norm(state.h)
-        else:
-            x_btd = (weights * self.centred(state.h)).to(state.h.dtype)
-            x_btd = x_btd if self.norm.bias is None else x_btd + self.norm.bias
+        x_btd = self.norm(state.h) if weights is None else normed(self.norm, state.h, weights)
         return (x_btd,), x_btd
 
     def weights(self, state: Hidden) -> Tensor | None:
         """Return what the norm multiplies the sum by, w_btd."""
-        if not hasattr(self, "norm"):
-            return None
-        squares_bt1 = upcast(self.centred(state.h)).square().mean(-1, keepdim=True)
-        return (squares_bt1 + self.norm.eps).rsqrt() * self.norm.weight
-
-    def centred(self, h_btd: Tensor) -> Tensor:
-        """Return the sum, less its mean if the norm is a LayerNorm."""
-        return h_btd if self.norm.bias is None else h_btd - h_btd.mean(-1, keepdim=True)
+        return norm_weights(self.norm, state.h) if hasattr(self, "norm") else None
 
     def write(self, state: Hidden, output_btd: Tensor, carry: Tensor) -> Hidden:
         return Hidden(self.alpha * carry + output_btd)
+
+
+def norm_weights(norm: Norm, x_btd: Tensor) -> Tensor:
+    """Return what a norm multiplies x by, after it has subtracted the mean if it is a LayerNorm: w_btd."""
+    squares_bt1 = upcast(centred(norm, x_btd)).square().mean(-1, keepdim=True)
+    return (squares_bt1 + norm.eps).rsqrt() * norm.weight
+
+
+def normed(norm: Norm, x_btd: Tensor, weights_btd: Tensor) -> Tensor:
+    """Return the result of a norm with given `norm_weights`."""
+    y_btd = (weights_btd * centred(norm, x_btd)).to(x_btd.dtype)
+    return y_btd if norm.bias is None else y_btd + norm.bias
+
+
+def centred(norm: Norm, x_btd: Tensor) -> Tensor:
+    """Return x, less its mean if the norm is a LayerNorm."""
+    return x_btd if norm.bias is None else x_btd - x_btd.mean(-1, keepdim=True)

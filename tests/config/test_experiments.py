@@ -98,8 +98,9 @@ def test_parameter_counts_match_the_paper(name: str) -> None:
             if columns[column].metric == "parameters" and printed is not None:
                 model = depthlm.build_model(config, device="meta")
                 ours = sum(parameter.numel() for parameter in model.parameters()) / columns[column].scale
-                # the C4 models, with a vocabulary of 32 128, match least exactly
-                assert ours == pytest.approx(printed, rel=0.012), point.label
+                # only the C4 models differ, whose backbone the paper does not describe (docs/guarantees.md)
+                tolerance = 0.012 if name.startswith("dca/c4") else 2e-4
+                assert ours == pytest.approx(printed, rel=tolerance), point.label
 
 
 @pytest.mark.parametrize("name", QUICK_FIRST)

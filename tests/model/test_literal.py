@@ -28,6 +28,7 @@ from depthlm.mechanisms.qwen4_exp import Qwen4Exp
 from depthlm.mechanisms.residual import Residual
 from depthlm.mechanisms.rezero import ReZero
 from depthlm.mechanisms.shared_kv import SharedKV
+from depthlm.mechanisms.siamese_norm import SiameseNorm
 from depthlm.mechanisms.unet_skip import UnetSkip
 from depthlm.mechanisms.value_residual import ValueResidual
 from depthlm.model.attention.self_attention import SelfAttention
@@ -49,6 +50,7 @@ CONNECTIONS = {
     "unet_skip": UnetSkip,
     "layer_scale": LayerScale,
     "deepnorm": DeepNorm,
+    "siamese_norm": SiameseNorm,
     "ddl": DDL,
     "mudd": Mudd,
     "qwen4_exp": Qwen4Exp,
@@ -93,6 +95,11 @@ CONNECTION_SETTINGS = [
     ("attention_residuals", {"query": "input_dependent", "mixing": "sigmoid", "key_norm": "none"}),
     ("attention_residuals", INKLING | {"separate_qkv": 2}),
     ("attention_residuals", {"block_size": 3, "separate_qkv": [0, 2], "scale": True}),
+    ("attention_residuals", {"block_size": 1, "window": 3}),
+    ("attention_residuals", {"block_size": 3, "window": 1, "separate_qkv": 2}),
+    ("attention_residuals", {"block_size": 2, "values": "normed", "window": 2}),
+    ("attention_residuals", {"block_size": 3, "heads": 4}),
+    ("attention_residuals", {"heads": 2, "query": "input_dependent", "mixing": "sigmoid", "key_norm": "none"}),
     ("attention_residuals", {"block_size": 3, "values": "normed", "separate_qkv": [0, 1, 2, 3]}),
     ("attention_residuals", {"block_size": 2, "values": "normed", "query": "input_dependent", "mixing": "sigmoid"}),
     ("attention_residuals_recency", {}),
@@ -137,6 +144,8 @@ CONNECTION_SETTINGS = [
     ("unet_skip", {}),
     ("layer_scale", {"start": 0.5}),
     ("deepnorm", {}),
+    ("deepnorm", {"form": "keel"}),
+    ("siamese_norm", {}),
     ("ddl", {}),
     ("mudd", {}),
     ("laurel", {}),

@@ -45,6 +45,8 @@ def attention_residuals(
     key_norm: str = "weighted",
     values: str = "raw",
     scale: bool = False,
+    window: int | None = None,
+    heads: int = 1,
     separate_qkv: int | list[int] | None = None,
 ) -> list[Tensor]:
     """h = sum_j alpha_j b_j, alpha = softmax_j(w . RMSNorm(b_j)), arXiv 2603.15031.
@@ -59,6 +61,8 @@ def attention_residuals(
         return [x_0] * reads
     block_size = block_size or math.ceil(2 * m.depth / 8)
     b = [x_0] + [sum(f[start : start + block_size]) for start in range(0, s, block_size)]
+    if window is not None:
+        b = b[:1] + b[1:][-window:]
     own = f"connections.{s}"
     if mixing == "scalars":
         return [weighted_sum(softmax(list(m.p[f"{own}.scores"])), b)]
@@ -71,6 +75,13 @@ def attention_residuals(
             weight = m.p[f"{own}.key_norm"]
             keys = [(weight[read] if reads == 3 else weight) * key for key in keys]
         w = w[read] if reads == 3 else w
+        if heads > 1:
+            slices = []
+            for part, *parts in zip(*(x.chunk(heads) for x in (w, *keys, *b)), strict=True):
+                scores = [torch.dot(part, key) for key in parts[: len(b)]]
+                alpha = softmax(scores) if mixing == "softmax" else [torch.sigmoid(score) for score in scores]
+                slices.append(weighted_sum(alpha, parts[len(b) :]))
+            return [torch.cat(slices)]
         scores = [torch.dot(w, key) / (math.sqrt(len(w)) if scale else 1) for key in keys]
         alpha = softmax(scores) if mixing == "softmax" else [torch.sigmoid(score) for score in scores]
         inputs.append(weighted_sum(alpha, normed if values == "normed" else b))
@@ -244,13 +255,22 @@ def layer_scale(m: Model, s: int, x_0: Tensor, f: list[Tensor], start: float | N
     return [x_0 + sum(m.p[f"connections.{i}.scale"] * f[i] for i in range(s))]
 
 
-def deepnorm(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
-    """h <- Norm(alpha h + f(h)), arXiv 2203.00555; the last norm is that before the head."""
-    h = x_0
+def deepnorm(m: Model, s: int, x_0: Tensor, f: list[Tensor], form: str = "deepnorm") -> list[Tensor]:
+    """h <- Norm(alpha h + f(h)), arXiv 2203.00555 and 2601.19895; the last norm is that before the head."""
+    h, alpha = x_0, 2 * m.depth if form == "keel" else (2 * m.depth) ** 0.25
     for i in range(s):
-        total = (2 * m.depth) ** 0.25 * h + f[i]
+        total = alpha * h + f[i]
         h = norm(m, f"connections.{i + 1}.norm", total) if i + 1 < 2 * m.depth else total
     return [h]
+
+
+def siamese_norm(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
+    """u <- Norm(u), the input is u + Norm(p), u <- u + f / sqrt(2 l), p <- p + f, arXiv 2602.08064"""
+    u, p = x_0, x_0
+    for i in range(s):
+        u = norm(m, f"connections.{i}.norm_u", u) + f[i] / math.sqrt(2 * (i // 2 + 1))
+        p = p + f[i]
+    return [norm(m, f"connections.{s}.norm_u", u) + norm(m, f"connections.{s}.norm_p", p)]
 
 
 def ddl(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
@@ -291,6 +311,7 @@ CONNECTIONS = {
     "unet_skip": unet_skip,
     "layer_scale": layer_scale,
     "deepnorm": deepnorm,
+    "siamese_norm": siamese_norm,
     "ddl": ddl,
     "mudd": mudd,
     "residual": residual,
