@@ -17,6 +17,7 @@ from depthlm.counts import count_text
 from depthlm.errors import UserError
 from depthlm.model.shape import Size
 from depthlm.report.rows import Measured, Row, difference, gather, measured, number, paper, paper_difference, pooled
+from depthlm.report.time_to_baseline import METRIC, times_to_baseline
 from depthlm.runs.records import COMPLETE, RunRecord, read_run, recorded_settings
 from depthlm.sweeps.points import Point, expand, load_experiment, parsed_value, sweep_points
 
@@ -270,7 +271,20 @@ def read_sweep(
     rows = gather(real if are_distinct else points, read)
     columns, configs = experiment.columns or LOSS, _compose_rows(rows, config_dir)
     changed = [] if name is None else _changed(overrides, experiment, rows)
-    return Sweep(experiment, rows, columns, configs, changed)
+    return with_times(Sweep(experiment, rows, columns, configs, changed))
+
+
+def with_times(sweep: Sweep) -> Sweep:
+    """Return the sweep with `time_to_baseline` in the summaries of its runs, if a column shows it."""
+    if not any(column.metric == METRIC for column in sweep.columns.values()):
+        return sweep
+    rows = []
+    for row in sweep.rows:
+        reference = sweep.reference_of(row)
+        times = [None] * len(row.runs) if reference is None else times_to_baseline(row, reference)
+        runs = [replace(run, summary=run.summary | {METRIC: t}) for run, t in zip(row.runs, times, strict=True)]
+        rows.append(replace(row, runs=runs))
+    return replace(sweep, rows=rows)
 
 
 def with_baseline(sweep: Sweep, baseline: str | None) -> Sweep:
@@ -282,12 +296,12 @@ def with_baseline(sweep: Sweep, baseline: str | None) -> Sweep:
         return sweep
     named = replace(sweep, experiment=replace(sweep.experiment, baseline=baseline))
     if any(map(named.is_baseline, named.rows)):
-        return named
+        return with_times(named)
     key, _, value = baseline.partition("=")
     for series in {name: None for row in sweep.rows for name in row.settings if key in (name, short_key(name))}:
         by_setting = replace(sweep, experiment=replace(sweep.experiment, series=series, baseline=value))
         if any(map(by_setting.is_baseline, by_setting.rows)):
-            return by_setting
+            return with_times(by_setting)
     labels = [row.label for row in sweep.rows]
     # a label has commas of its own
     allowed = listed(f"`{label}`" for label in labels)

@@ -60,9 +60,7 @@ def test_every_number_of_the_paper_has_a_column(name: str) -> None:
     assert experiment.source
     assert experiment.columns
     for line in experiment.points:
-        paper = line.get("paper", {})
-        assert paper.keys() <= experiment.columns.keys(), line
-        assert all(value is None or isinstance(value, int | float) for value in paper.values()), line
+        assert line.get("paper", {}).keys() <= experiment.columns.keys(), line
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
