@@ -14,8 +14,9 @@ class Column:
     metric: str = key(
         "",
         "key of summary.json or evaluation.json, such as validation_loss; training_perplexity, of the last 1% of the "
-        "steps; or time_to_baseline, the training time after which the validation loss is first at most the baseline's "
-        "last one, as a share of the baseline's training time",
+        "steps; time_to_baseline, the training time after which the validation loss is first at most the baseline's "
+        "last one, as a share of the baseline's training time; or validation/average_perplexity, the mean of the "
+        "perplexities of single validation sets that other columns have",
     )
     group: str = key("", "table that contains the column, if the report has several")
     better: Literal["lower", "higher"] = key("lower", "whether lower or higher numbers are better")

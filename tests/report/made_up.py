@@ -13,7 +13,7 @@ from depthlm.config import Config, compose_anywhere
 from depthlm.config.experiment import Column, Experiment
 from depthlm.report.experiment_report import experiment_report
 from depthlm.report.rows import gather
-from depthlm.report.sweep import LOSS, Sweep, with_times
+from depthlm.report.sweep import LOSS, Sweep, with_derived
 from depthlm.sweeps.points import Point, expand
 
 STEPS, SECONDS = 40, 98.7
@@ -49,7 +49,7 @@ def directories(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()
 def sweep(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()) -> Sweep:
     """Return the sweep with the content of its run directories; the configurations are the default ones."""
     rows = gather(points(of, budget, seeds))
-    return with_times(Sweep(of, rows, of.columns or LOSS, [default_config(budget)] * len(rows), []))
+    return with_derived(Sweep(of, rows, of.columns or LOSS, [default_config(budget)] * len(rows), []))
 
 
 def reported(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()) -> str:

@@ -161,6 +161,29 @@ def test_a_column_at_a_share_of_the_run() -> None:
     assert "later (`validation_loss` after 60% of the steps)" in text
 
 
+def test_the_average_perplexity_is_over_the_validation_sets_of_the_other_columns() -> None:
+    metrics = [
+        "validation/a/perplexity",
+        "validation/b/perplexity",
+        "validation_perplexity",
+        "validation/average_perplexity",
+    ]
+    columns = {str(number): {"metric": metric, "digits": 2} for number, metric in enumerate(metrics)}
+    of = experiment(points=[{**point, "paper": {}} for point in POINTS], columns=columns)
+    vanilla, mix, attention = directories(of)
+    # a set that no column has, such as that of a training source, does not count
+    other = {"validation/c/perplexity": 900.0, "validation_perplexity": 5.0}
+    write_run(vanilla, **{metrics[0]: 10.0, metrics[1]: 30.0}, **other)
+    write_run(mix, **{metrics[0]: 10.0}, **other)
+    # what `depthlm evaluate` measures counts before what the training has
+    write_run(attention, **{metrics[0]: 10.0}, **other)
+    (Path(attention) / "evaluation.json").write_text(json.dumps({metrics[0]: 8.0, metrics[1]: 10.0}))
+    text = reported(of)
+    assert row(text, "Vanilla") == ["10.00", "30.00", "5.00", "20.00"]
+    assert row(text, "Uniform \\| Mix") == ["10.00", DASH, "5.00", DASH]
+    assert row(text, "Depth-Attention") == ["8.00", "10.00", "5.00", "9.00"]
+
+
 def test_wide_groups_have_separate_tables_for_ours_the_papers_and_the_difference() -> None:
     names = [f"task{number}" for number in range(17)]
     columns = {
