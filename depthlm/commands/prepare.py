@@ -2,6 +2,9 @@
 
 Takes the overrides of train.py and prepares the data they would train on, unless the token files already exist.
 After an interruption, the same command resumes from the last complete file and gives identical files.
+
+With --import-tokens, it makes a folder of token files from ids that were tokenized elsewhere:
+depthlm prepare --import-tokens part-*.npy --dtype uint32 --tokenizer dolma2/tokenizer.json --to data/tokens/c4
 """
 
 import argparse
@@ -15,6 +18,7 @@ from depthlm.config import compose
 from depthlm.console import stderr_console, stdout_console
 from depthlm.data import Manifest, prepare, token_folders, verify
 from depthlm.data.corpora.documents import REASONS
+from depthlm.data.preparation.imported import DTYPES, Import, import_tokens, load_tokenizer
 from depthlm.data.preparation.parts import Part
 
 
@@ -35,7 +39,28 @@ def main(arguments: list[str], program: str) -> None:
         help="encode every Nth file of each source from file I on, counted from 0, "
         "while other processes or nodes encode the other parts; the last one to finish makes the token files",
     )
+    ids = parser.add_argument_group("ids that were tokenized elsewhere")
+    ids.add_argument(
+        "--import-tokens", nargs="+", type=Path, default=[], metavar="FILE",
+        help="files of ids, flat and little-endian, with or without the header of .npy; documents end with the end of "
+        "text, and may continue in the next file",
+    )  # fmt: skip
+    ids.add_argument("--dtype", choices=DTYPES, help="of the ids in files without a header")
+    ids.add_argument("--tokenizer", help="that made the ids: bytes, a tokenizer.json or a model of the hub")
+    ids.add_argument("--end-of-text", metavar="TOKEN", help="as data.end_of_text")
+    ids.add_argument("--to", type=Path, metavar="FOLDER", help="folder of the token files, to be named by a `path`")
+    ids.add_argument(
+        "--held-out", type=parse_share, default=1.0, metavar="SHARE",
+        help="share of the documents for validation, chosen by a hash of their numbers; 1 (default): a validation set; "
+        "below 1: text to train on",
+    )  # fmt: skip
     options = parser.parse_intermixed_args(arguments)
+    if options.import_tokens:
+        if options.overrides or not options.tokenizer or not options.to:
+            parser.error("--import-tokens needs --tokenizer and --to, and takes no overrides")
+        return import_ids(options)
+    if options.tokenizer or options.to or options.dtype or options.end_of_text:
+        parser.error("--tokenizer, --to, --dtype and --end-of-text need --import-tokens")
     data = compose(options.overrides, options.config_dir).data
     folders = token_folders(data) if options.verify else prepare(data, only=options.only, part=options.part)
     folders = {name: folder for name, folder in folders.items() if not options.only or name in options.only}
@@ -49,6 +74,29 @@ def main(arguments: list[str], program: str) -> None:
         console.print(table(folders))
     for folder in folders.values():
         console.print(notes(folder), soft_wrap=True)
+
+
+def import_ids(options: argparse.Namespace) -> None:
+    """Make a folder of token files from ids, and print what it contains."""
+    tokenizer = load_tokenizer(options.tokenizer, options.end_of_text)
+    stderr_console().print(
+        f"end of text: {tokenizer.end.token!r} (id {tokenizer.end.id}), by {tokenizer.end.source}", markup=False
+    )
+    manifest = import_tokens(Import(options.import_tokens, options.dtype, tokenizer, options.to, options.held_out))
+    console = stdout_console()
+    console.print(table({manifest.name: options.to}))
+    console.print(notes(options.to), soft_wrap=True)
+
+
+def parse_share(text: str) -> float:
+    """Return a share above 0 and at most 1. Raises ArgumentTypeError for other text."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number above 0 and at most 1")
+    return share
 
 
 def parse_part(text: str) -> Part:

@@ -11,7 +11,13 @@ class Column:
     """A column of the report's table: a number of our runs and its counterpart in the paper."""
 
     title: str = key("", "heading of the column")
-    metric: str = key("", "key of summary.json or evaluation.json, such as validation_loss")
+    metric: str = key(
+        "",
+        "key of summary.json or evaluation.json, such as validation_loss; training_perplexity, of the last 1% of the "
+        "steps; time_to_baseline, the training time after which the validation loss is first at most the baseline's "
+        "last one, as a share of the baseline's training time; or validation/average_perplexity, the mean of the "
+        "perplexities of single validation sets that other columns have",
+    )
     group: str = key("", "table that contains the column, if the report has several")
     better: Literal["lower", "higher"] = key("lower", "whether lower or higher numbers are better")
     scale: float = key(1.0, "unit of the paper's number: ours is divided by it, e.g. 1e6 for millions", above=0)
@@ -30,8 +36,8 @@ class Experiment:
         [],
         "what `-m` trains: one entry per point, `{model: mhc, size: 1.5b}`; lists give every combination. `label` "
         "names the model, `task` what it is compared at (default: its size, data, training, backbone and budget); "
-        "`paper` holds the paper's numbers by column (null: not printed there). A value `@label, task` stands for the "
-        "run directory of that point",
+        "`paper` holds the paper's numbers by column: a number, `[number, spread]`, or null. A value `@label, "
+        "task` stands for the run directory of that point",
     )
     flops: float | None = key(
         None,
@@ -43,6 +49,9 @@ class Experiment:
         "none",
         "bars: one per point; scaling: the fit L = a C^b of each series; lines: along x; heatmap: over x and y, one "
         "per series",
+    )
+    curves: list[Literal["steps", "tokens", "time"]] = key(
+        [], "x axes over which the report draws the validation perplexity of all points; time is training time"
     )
     pictures: list[str] = key([], "pictures of `python -m depthlm inspect` that the report shows, such as dca_b")
     series: str = key("model", "setting that distinguishes the curves")

@@ -154,6 +154,22 @@ class Tokenizer:
         """Return the text of these ids, with special tokens by name; bytes that are not UTF-8 become U+FFFD."""
         return self._encoder.decode([int(i) for i in ids], skip_special_tokens=False)
 
+    def byte_lengths(self) -> NDArray[np.int64] | None:
+        """Return the UTF-8 bytes of the text of each id, [vocab_size], 0 for the end of text.
+
+        None where an id alone does not determine them: only the tokens of a byte-level tokenizer are bytes.
+        """
+        if not isinstance(self._encoder.decoder, decoders.ByteLevel):
+            return None
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, number in self.vocabulary().items():
+            # a character of a token stands for one byte
+            lengths[number] = len(token)
+        for number, added in self._encoder.get_added_tokens_decoder().items():
+            lengths[number] = len(added.content.encode())
+        lengths[self.end_of_text] = 0
+        return lengths
+
     def save(self, folder: str | Path) -> Path:
         """Write tokenizer.json into the folder and return the file's path.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from depthlm.inspect.distributions import ABOUT, draw_distributions, quantiles
 from depthlm.inspect.picture import (
     NOTHING,
     TOKENS,
@@ -211,7 +212,32 @@ class Grids(FigureOverDepth):
             for words in (means, [word for word in means if word != "tokens"])
         ]
         draw = (self.drawn_grids if self.column else self.drawn_curves)(arrays, labels[0])
-        return [Picture(self.name, self.figure.about, named, draw), *self.token_pictures(labels[1])]
+        return [
+            Picture(self.name, self.figure.about, named, draw),
+            *self.distribution(arrays),
+            *self.token_pictures(labels[1]),
+        ]
+
+    def distribution(self, arrays: dict[str, Array]) -> list[Picture]:
+        """Return the picture of how weights over sources are distributed over the hidden size, if they have one."""
+        if self.column != "source" or self.axes[-1] != "hidden":
+            return []
+        name, over_depth = f"{self.name}_distribution", {kind: quantiles(values) for kind, values in arrays.items()}
+        places: dict[str, tuple[Array, Sequence[str]]] = {}
+        for kind, values_q in over_depth.items():
+            names = self.panels[kind] or [self.figure.name]
+            values = values_q if "panel" in self.axes else np.expand_dims(values_q, -2)
+            of_kind = f": {self.titles[kind]}" * (len(arrays.keys() - {"final"}) > 1)
+            of_layers = (
+                [("final read", values)]
+                if kind == "final"
+                else [(f"layer {layer}{of_kind}", values[:, layer]) for layer in range(self.depth)]
+            )
+            places |= {title: (of_layer, names) for title, of_layer in of_layers if np.isfinite(of_layer).any()}
+        columns, value = self.figure.columns or self.column, self.figure.name.replace("_", " ")
+        draw = partial(draw_distributions, places, title=f"{self.title}; {ABOUT}", columns=columns, values=value)
+        named = {f"{name}{f'_{kind}' * (len(arrays) > 1)}": values for kind, values in over_depth.items()}
+        return [Picture(name, f"{self.figure.about}: their {ABOUT}", named, draw)]
 
     def arrays(self) -> dict[str, Array]:
         """Return the means of each kind, stacked over the layers."""

@@ -200,7 +200,7 @@ class DeepCrossAttention(Connection):
         num_repeats = self.spec.layer + 1 - num_sources
         source_of_block = [0, *([int(self.own_embedding)] * num_repeats), *range(1, num_sources)]
         axes, columns = ("panel", "source"), "source (0: embedding, j: output of block j)"
-        about = "learned biases b of each block over earlier blocks (Figure 10 of arXiv 2502.06785)"
+        about = "learned biases b of each block over earlier blocks (arXiv 2502.06785)"
         b_axes = (*axes, "hidden")[: self.b.ndim]
         panels = ("q", "k", "v") if self.num_inputs == 3 else ("input",)
         drawn = [Figure("b", self.b[:, source_of_block], b_axes, about, columns, panels)]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from depthlm.config.experiment import Column
-from depthlm.report.rows import FACTS, measured, paper
+from depthlm.report.rows import FACTS, measured, paper, spread
 from depthlm.report.sweep import Difference, Sweep, references_text, title_of
 from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, markdown, number_text, signed_text
 
@@ -88,7 +88,11 @@ def _ours(sweep: Sweep, name: str) -> list[Cell]:
 
 
 def _papers(sweep: Sweep, name: str) -> list[Cell]:
-    return cells([number_text(paper(row, name), sweep.columns[name].digits) for row in sweep.rows])
+    digits = sweep.columns[name].digits
+    texts = [(number_text(paper(row, name), digits), spread(row, name)) for row in sweep.rows]
+    return cells(
+        [text if deviation is None else f"{text} ± {number_text(deviation, digits)}" for text, deviation in texts]
+    )
 
 
 def _differences(sweep: Sweep, name: str) -> list[Cell]:

@@ -14,10 +14,12 @@ from depthlm.report.figures.charts import draw_bars, draw_lines
 from depthlm.report.figures.heatmap import draw_heatmap
 from depthlm.report.figures.loss_curves import draw_loss_curves, panels_of
 from depthlm.report.figures.scaling import draw_scaling
+from depthlm.report.figures.validation_curves import draw_validation_curves
 from depthlm.report.rows import Row, number, paper
 from depthlm.report.scaling_laws import curves, fit_table, remarks, savings, savings_table
 from depthlm.report.sweep import LOSS, Sweep, range_text, title_of
 from depthlm.report.tables import DASH, MISSING, Table, cells, markdown, number_text, plain
+from depthlm.report.time_to_baseline import METRIC
 from depthlm.runs.progress import failure_text
 from depthlm.runs.records import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, RunRecord, recorded_settings
 
@@ -27,7 +29,7 @@ STATES = (COMPLETE, RUNNING, STOPPED, FAILED, WAITING)
 LEGEND = (
     f"{DASH}: the paper prints no number, or a complete run has none. {MISSING}: no run is complete. Bold: the best of "
     "ours, where the 95% intervals of its differences from all others exclude 0. Points that differ only in the seed "
-    "form one row: mean ± sample standard deviation."
+    "form one row: mean ± sample standard deviation; after a number of the paper's, ± is the spread that it prints."
 )
 SUBSTITUTED = (
     "No complete run has a number of this experiment: its metrics need data or tasks that these runs do not have. The "
@@ -57,6 +59,10 @@ def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:
         name = f"{sweep.experiment.figure}.png"
         notes = FIGURES[sweep.experiment.figure](sweep, folder / name)
         parts.append(picture("Figure", folder, name, notes))
+    for over in sweep.experiment.curves:
+        name = f"perplexity_over_{over}.png"
+        notes = draw_validation_curves(sweep, over, folder / name)
+        parts.append(picture(f"Validation perplexity over {over}", folder, name, notes))
     parts += [_inspected(sweep, folder, name) for name in sweep.experiment.pictures]
     name = "loss_curves.png"
     drawn = draw_loss_curves(panels_of(sweep), folder / name, sweep.stamp(), sweep.experiment.title)
@@ -189,6 +195,9 @@ def _without_number(sweep: Sweep) -> list[str]:
     """Return a sentence for each group of columns for which equally many complete runs have no number."""
     titles: dict[tuple[int, int], list[str]] = {}
     for name, column in sweep.columns.items():
+        # a run that never has the baseline's loss has no time
+        if column.metric == METRIC:
+            continue
         # where the paper prints a column only for some rows, the others need no number
         expected = [row for row in sweep.rows if not sweep.is_printed(name) or paper(row, name) is not None]
         complete = [run for row in expected for run in row.runs if column.metric and run.state == COMPLETE]

@@ -167,6 +167,11 @@ def paper(row: Row, name: str) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
+def spread(row: Row, name: str) -> float | None:
+    """Return the spread that the paper prints beside its number, or None where it prints none."""
+    return row.points[0].spreads.get(name)
+
+
 def paper_difference(row: Row, reference: Row, name: str) -> float | None:
     """Return the paper's difference between two rows, or None where it does not print both."""
     number, base = paper(row, name), paper(reference, name)

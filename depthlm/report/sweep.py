@@ -1,9 +1,11 @@
 """The sweep of a report: the experiment, its rows, and the row with which each is compared."""
 
+import re
 from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 
 import depthlm
 from depthlm.config.compose import compose_anywhere
@@ -17,9 +19,12 @@ from depthlm.counts import count_text
 from depthlm.errors import UserError
 from depthlm.model.shape import Size
 from depthlm.report.rows import Measured, Row, difference, gather, measured, number, paper, paper_difference, pooled
+from depthlm.report.time_to_baseline import METRIC as TIME_TO_BASELINE
+from depthlm.report.time_to_baseline import times_to_baseline
 from depthlm.runs.records import COMPLETE, RunRecord, read_run, recorded_settings
 from depthlm.sweeps.points import Point, expand, load_experiment, parsed_value, sweep_points
 
+AVERAGE_PERPLEXITY = "validation/average_perplexity"
 # the default columns of an experiment
 LOSS = {"loss": Column(title="validation loss", metric="validation_loss", digits=4)}
 
@@ -270,7 +275,30 @@ def read_sweep(
     rows = gather(real if are_distinct else points, read)
     columns, configs = experiment.columns or LOSS, _compose_rows(rows, config_dir)
     changed = [] if name is None else _changed(overrides, experiment, rows)
-    return Sweep(experiment, rows, columns, configs, changed)
+    return with_derived(Sweep(experiment, rows, columns, configs, changed))
+
+
+def with_derived(sweep: Sweep) -> Sweep:
+    """Return the sweep with the numbers that its columns derive from several runs or columns, in the runs' summaries.
+
+    These are `time_to_baseline`, and `validation/average_perplexity`: the mean perplexity of the validation sets that
+    other columns have, None where one is missing.
+    """
+    metrics = {column.metric for column in sweep.columns.values()}
+    if not metrics & {TIME_TO_BASELINE, AVERAGE_PERPLEXITY}:
+        return sweep
+    sets = [metric for metric in metrics if re.fullmatch(r"validation/.+/perplexity", metric)]
+    rows = []
+    for row in sweep.rows:
+        reference, runs = sweep.reference_of(row), []
+        times = [None] * len(row.runs) if reference is None else times_to_baseline(row, reference)
+        for run, time in zip(row.runs, times, strict=True):
+            known = [value for metric in sets if (value := number(run, metric)) is not None]
+            average = fmean(known) if known and len(known) == len(sets) else None
+            derived = {TIME_TO_BASELINE: time, AVERAGE_PERPLEXITY: average}
+            runs.append(replace(run, summary=run.summary | derived))
+        rows.append(replace(row, runs=runs))
+    return replace(sweep, rows=rows)
 
 
 def with_baseline(sweep: Sweep, baseline: str | None) -> Sweep:
@@ -282,12 +310,12 @@ def with_baseline(sweep: Sweep, baseline: str | None) -> Sweep:
         return sweep
     named = replace(sweep, experiment=replace(sweep.experiment, baseline=baseline))
     if any(map(named.is_baseline, named.rows)):
-        return named
+        return with_derived(named)
     key, _, value = baseline.partition("=")
     for series in {name: None for row in sweep.rows for name in row.settings if key in (name, short_key(name))}:
         by_setting = replace(sweep, experiment=replace(sweep.experiment, series=series, baseline=value))
         if any(map(by_setting.is_baseline, by_setting.rows)):
-            return by_setting
+            return with_derived(by_setting)
     labels = [row.label for row in sweep.rows]
     # a label has commas of its own
     allowed = listed(f"`{label}`" for label in labels)

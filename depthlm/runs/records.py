@@ -20,6 +20,15 @@ LONGEST_ROW = 2**24
 STATES = WAITING, RUNNING, STOPPED, FAILED, COMPLETE = "waiting", "running", "stopped", "failed", "complete"
 
 
+class Validation(NamedTuple):
+    """The mean loss of all validation sets after a step, in nats per token. seconds: the training time so far."""
+
+    step: int
+    tokens: float | None
+    seconds: float | None
+    loss: float
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """The contents of a run directory. rows: of metrics.jsonl, in order. failure: the error of the last attempt."""
@@ -40,6 +49,16 @@ class RunRecord:
     def loss(self) -> float | None:
         """The last logged training loss, in nats per token."""
         return self.rows[-1]["loss"] if self.rows else None
+
+    @property
+    def validations(self) -> list[Validation]:
+        """The validations with a finite loss, in order."""
+        means = [(row, ValidationLosses.of_row(row).mean) for row in self.rows]
+        return [
+            Validation(row["step"], finite(row.get("tokens")), finite(row.get("wall_seconds")), loss)
+            for row, loss in means
+            if loss is not None
+        ]
 
     def number(self, metric: str, at: float = 1.0) -> float | None:
         """Return a number of a complete run, otherwise None.

@@ -34,7 +34,7 @@ from depthlm.config.schema import Config
 from depthlm.config.validate.explain import explain_overrides
 from depthlm.console import stdout_console
 from depthlm.runs.progress import failure_text, progress_of, progress_table, total_hours
-from depthlm.runs.records import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, read_run
+from depthlm.runs.records import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, finite, read_run
 
 # overrides that name the run, or folder, that a point starts from
 STARTS = ("init_from=", "fork_from=")
@@ -54,7 +54,7 @@ class Point:
 
     settings: those of the experiment's point and of the command line. parts: of its label, by the key that each is
     from. paper: the paper's numbers, by column. follows: whether it starts from the checkpoint of another point.
-    defaults: mechanism, size and seed of the experiment's file.
+    defaults: mechanism, size and seed of the experiment's file. spreads: those printed beside the paper's numbers.
     """
 
     overrides: list[str]
@@ -64,6 +64,7 @@ class Point:
     follows: bool = False
     config_dir: str | Path | None = None
     defaults: Leading = DEFAULTS
+    spreads: dict[str, float] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -249,7 +250,7 @@ def _experiment_points(overrides: list[str], name: str, config_dir: str | Path |
         earlier[line.label, point.seed] = point
         if not selected:
             values = {key: point.settings[key] for key in line.settings if key != "seed"}
-            points.append(replace(point, parts=values, paper={}))
+            points.append(replace(point, parts=values, paper={}, spreads={}))
         elif line in selected:
             points.append(point)
     return points
@@ -280,7 +281,7 @@ def _combined(
             value = earlier[value[1:], settings.get("seed")].directory
             follows = True
         texts.append(f"{key}={value}")
-    return Point(texts, settings, line.parts, line.paper, follows, config_dir, line.defaults)
+    return Point(texts, settings, line.parts, line.paper, follows, config_dir, line.defaults, line.spreads)
 
 
 def _has(line: Point, key: str, value: str) -> bool:
@@ -301,6 +302,13 @@ def expand(experiment: Experiment) -> list[Point]:
             continue
         paper, columns = line.get("paper") or {}, experiment.columns
         errors += [f"{where}.paper.{name}: no such column{nearest(name, columns)}" for name in paper.keys() - columns]
+        invalid = {name: value for name, value in paper.items() if not _is_printed(value)}
+        errors += [
+            f"{where}.paper.{name}={override_text(value)}: must be a number, [number, spread] with a spread from 0, "
+            "or null"
+            for name, value in invalid.items()
+        ]
+        line = line | {"paper": {name: value for name, value in paper.items() if name not in invalid}}
         for point in _multiplied(line):
             for value in point.settings.values():
                 labels = [above.label for above in points.values()]
@@ -318,6 +326,9 @@ def expand(experiment: Experiment) -> list[Point]:
 def _multiplied(line: dict[str, Any]) -> Iterator[Point]:
     """Yield the points of a line. The label of a point has the values that the line varies, or all without a name."""
     names = {name: str(line[name]) for name in ("label", "task") if line.get(name)}
+    printed = line["paper"]
+    paper = {name: value[0] if isinstance(value, list) else value for name, value in printed.items()}
+    spreads = {name: value[1] for name, value in printed.items() if isinstance(value, list)}
     axes = {key: value if isinstance(value, list) else [value] for key, value in line.items() if key not in NAMES}
     shown = [key for key, values in axes.items() if key != "seed" and (len(values) > 1 or not names)]
     # the label comes first and the task last
@@ -325,7 +336,16 @@ def _multiplied(line: dict[str, Any]) -> Iterator[Point]:
     for values in itertools.product(*axes.values()):
         settings = dict(zip(axes, map(override_text, values), strict=True))
         texts = settings | names
-        yield Point([], settings, {name: texts[name] for name in order if name in texts}, line.get("paper") or {})
+        parts = {name: texts[name] for name in order if name in texts}
+        yield Point([], settings, parts, paper, spreads=spreads)
+
+
+def _is_printed(value: Any) -> bool:
+    """Return whether a value is that of a column in a paper: a number, alone or with its spread, or null."""
+    numbers = value if isinstance(value, list) and len(value) == 2 else [value, 0.0]
+    if value is None:
+        return True
+    return all(finite(number) is not None for number in numbers) and numbers[1] >= 0
 
 
 def parsed_value(text: str) -> Any:

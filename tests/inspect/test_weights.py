@@ -120,6 +120,22 @@ def test_learned_biases_of_grn(build: Build, arrays: Find, version: int) -> None
         assert np.nanmax(np.abs(found["dca_b_attention_deviation"])) < 1e-6
 
 
+@pytest.mark.parametrize("model", ["grn_v2", "dca"])
+def test_the_distribution_of_biases_over_the_hidden_size(build: Build, arrays: Find, model: str) -> None:
+    decoder = build(f"model={model}", "size.hidden_size=101", "size.head_size=8")
+    for connection in decoder.connections[::2]:
+        # the numbers from -50 to 50 in any order, around another number for each input and source
+        inputs, sources, width = connection.b.shape
+        around = 100 * torch.arange(inputs)[:, None, None] + torch.arange(sources)[:, None]
+        connection.b.copy_(around + torch.randperm(width) - 50)
+    found = arrays(decoder)
+    expected_psl = np.where(np.tri(5, 5)[None] == 1, 100 * np.arange(3)[:, None, None] + np.arange(5), nan)
+    expected = np.add.outer([-45, 0, 45], expected_psl.swapaxes(0, 1))
+    inputs = 3 if model == "dca" else 1
+    same(found["dca_b_distribution_attention"], expected[:, :-1, :inputs])
+    same(found["dca_b_distribution_final"], expected[:, -1, :1])
+
+
 @pytest.mark.parametrize("gate", ["relu_of_sum", "printed"])
 def test_weights_of_dca_reproduce_its_inputs(build: Build, gate: str) -> None:
     # in double precision, since the terms of its inputs cancel

@@ -13,10 +13,10 @@ from depthlm.config import Config, compose_anywhere
 from depthlm.config.experiment import Column, Experiment
 from depthlm.report.experiment_report import experiment_report
 from depthlm.report.rows import gather
-from depthlm.report.sweep import LOSS, Sweep
+from depthlm.report.sweep import LOSS, Sweep, with_derived
 from depthlm.sweeps.points import Point, expand
 
-STEPS = 40
+STEPS, SECONDS = 40, 98.7
 
 
 def experiment(**settings: Any) -> Experiment:
@@ -34,6 +34,7 @@ def points(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()) -> 
             point.settings | chosen,
             point.parts,
             point.paper,
+            spreads=point.spreads,
         )
         for chosen in variants
         for point in expand(of)
@@ -48,7 +49,7 @@ def directories(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()
 def sweep(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()) -> Sweep:
     """Return the sweep with the content of its run directories; the configurations are the default ones."""
     rows = gather(points(of, budget, seeds))
-    return Sweep(of, rows, of.columns or LOSS, [default_config(budget)] * len(rows), [])
+    return with_derived(Sweep(of, rows, of.columns or LOSS, [default_config(budget)] * len(rows), []))
 
 
 def reported(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()) -> str:
@@ -80,7 +81,7 @@ def write_run(
         noisy = now + 0.02 * math.sin(step * step)
         row: dict[str, Any] = {"step": step, "tokens": step * 1000, "loss": noisy, "mean_loss": noisy}
         if step % (STEPS // 4) == 0:
-            row["validation/set/loss"] = now
+            row |= {"validation/set/loss": now, "wall_seconds": SECONDS * step / STEPS}
         rows.append(row)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "config.yaml").write_text(yaml.safe_dump({"seed": 1, "model": {"name": "vanilla"}} | (config or {})))
@@ -96,7 +97,7 @@ def write_run(
             "validation_perplexity": math.exp(loss),
             "training_flops": 1e15,
             "tokens_per_second": 12345.0,
-            "wall_seconds": 98.7,
+            "wall_seconds": SECONDS,
         }
         (folder / "summary.json").write_text(json.dumps(defaults | summary))
     return folder

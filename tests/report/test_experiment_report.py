@@ -57,6 +57,22 @@ def test_runs_of_the_papers_protocol_are_compared_with_its_numbers() -> None:
     assert row(text, "Uniform \\| Mix") == ["2.9000", DASH, DASH]
 
 
+def test_the_spread_of_the_papers_number_stands_beside_ours() -> None:
+    points = [
+        {"label": "Vanilla", "model": "vanilla", "paper": {"loss": [3.1, 0.0125]}},
+        {"label": "DCA", "model": "dca", "paper": {"loss": [2.5, 0]}},
+        {"label": "MoDA", "model": "moda", "paper": {"loss": 2.75}},
+    ]
+    of = experiment(points=points, columns={"loss": {"metric": "validation_loss", "digits": 2}})
+    for seed, off in (("1", -0.1), ("2", 0.1)):
+        for directory, loss in zip(directories(of, seeds=[seed]), (3.0, 2.5, 2.0), strict=True):
+            write_run(directory, loss + off)
+    text = reported(of, seeds=["1", "2"])
+    assert row(text, "Vanilla") == ["2", "3.00 ± 0.14", "3.10 ± 0.01", "-0.10"]
+    assert row(text, "DCA") == ["2", "2.50 ± 0.14", "2.50 ± 0.00", "0.00"]
+    assert row(text, "MoDA") == ["2", "**2.00 ± 0.14**", "2.75", "-0.75"]
+
+
 def test_a_half_finished_sweep_reports_the_progress_of_each_run() -> None:
     rule = directories(RULE, "smoke")
     write_run(rule[0], 3.0)
@@ -143,6 +159,29 @@ def test_a_column_at_a_share_of_the_run() -> None:
     assert row(text, "A")[3:6] == [f"{loss:.3f}", "2.700", f"+{loss - 2.7:.3f}"]
     assert row(text, "A")[6] == DASH
     assert "later (`validation_loss` after 60% of the steps)" in text
+
+
+def test_the_average_perplexity_is_over_the_validation_sets_of_the_other_columns() -> None:
+    metrics = [
+        "validation/a/perplexity",
+        "validation/b/perplexity",
+        "validation_perplexity",
+        "validation/average_perplexity",
+    ]
+    columns = {str(number): {"metric": metric, "digits": 2} for number, metric in enumerate(metrics)}
+    of = experiment(points=[{**point, "paper": {}} for point in POINTS], columns=columns)
+    vanilla, mix, attention = directories(of)
+    # a set that no column has, such as that of a training source, does not count
+    other = {"validation/c/perplexity": 900.0, "validation_perplexity": 5.0}
+    write_run(vanilla, **{metrics[0]: 10.0, metrics[1]: 30.0}, **other)
+    write_run(mix, **{metrics[0]: 10.0}, **other)
+    # what `depthlm evaluate` measures counts before what the training has
+    write_run(attention, **{metrics[0]: 10.0}, **other)
+    (Path(attention) / "evaluation.json").write_text(json.dumps({metrics[0]: 8.0, metrics[1]: 10.0}))
+    text = reported(of)
+    assert row(text, "Vanilla") == ["10.00", "30.00", "5.00", "20.00"]
+    assert row(text, "Uniform \\| Mix") == ["10.00", DASH, "5.00", DASH]
+    assert row(text, "Depth-Attention") == ["8.00", "10.00", "5.00", "9.00"]
 
 
 def test_wide_groups_have_separate_tables_for_ours_the_papers_and_the_difference() -> None:

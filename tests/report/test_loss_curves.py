@@ -24,10 +24,11 @@ from depthlm.report.figures.loss_curves import (
     titled,
 )
 from depthlm.report.figures.style import Mechanism, mechanism_of
+from depthlm.report.figures.validation_curves import mean_points
 from depthlm.runs.records import read_run
 from depthlm.sweeps.points import Point
 
-from .made_up import directories, experiment, is_png, reported, sweep, write_run
+from .made_up import SECONDS, directories, experiment, is_png, reported, sweep, write_run
 
 
 def drawn(panels: list[Panel], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[str]]:
@@ -146,7 +147,7 @@ def test_a_panel_is_named_by_what_distinguishes_its_task(
 def test_seeds_are_drawn_as_their_mean_and_a_band(monkeypatch: pytest.MonkeyPatch) -> None:
     panels = [Panel("micro", [curve("a", 3.0, 3.2), curve("b", 2.5, mechanism="dca")])]
     (axes,), notes = drawn(panels, monkeypatch)
-    first, second = (smooth(read(run).loss) for run in panels[0].curves[0].runs)
+    first, second = (smooth(read(run).y) for run in panels[0].curves[0].runs)
     mean, _ = (line.get_ydata() for line in axes.lines)
     assert mean == pytest.approx((first + second) / 2)
     (band,) = axes.collections
@@ -262,3 +263,55 @@ def test_a_panel_is_titled_with_the_real_size_of_its_models() -> None:
     assert titled("700M", {(4, 16)}, runs) == "700M: 4 layers of width 16, 370K to 380K parameters"
     assert titled("", {(4, 16), (6, 16)}, runs[:1]) == "370K parameters"
     assert titled("tiny", {(None, None)}, []) == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("over", "places", "title"),
+    [
+        ("steps", [10, 20, 30, 40], "steps"),
+        ("tokens", [10_000, 20_000, 30_000, 40_000], "tokens"),
+        ("time", np.linspace(0.25, 1, 4) * SECONDS, "training time (seconds)"),
+    ],
+)
+def test_validation_curves_have_a_point_for_each_validation(
+    monkeypatch: pytest.MonkeyPatch, over: str, places: list[float], title: str
+) -> None:
+    of = experiment(points=[{"label": name, "model": name} for name in ("vanilla", "dca")], curves=[over])
+    vanilla, dca = directories(of)
+    write_run(vanilla, 3.0)
+    write_run(dca, 2.5, done=0.5)
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    text = reported(of)
+    assert (
+        f"## Validation perplexity over {over}\n\n![Validation perplexity over {over}](perplexity_over_{over}.png)"
+        in text
+    )
+    (axes,) = [axes for axes in figures[0].axes if axes.lines]
+    assert axes.get_xlabel() == title
+    complete, incomplete = axes.lines[0].get_xydata(), axes.lines[1].get_xydata()
+    np.testing.assert_allclose(complete[:, 0], places)
+    np.testing.assert_allclose(np.log(complete[:, 1]), 3.0 + 2.5 * np.exp(-9 * np.arange(0.25, 1.25, 0.25)))
+    np.testing.assert_allclose(incomplete[:, 0], places[:2])
+    assert {text.get_text() for text in axes.texts} == {"vanilla", "dca (stopped, step 20)"}
+
+
+def test_long_training_times_are_in_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = experiment(points=[{"label": "vanilla", "model": "vanilla"}], curves=["time"])
+    monkeypatch.setattr("tests.report.made_up.SECONDS", 36_000.0)
+    write_run(directories(of)[0])
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    reported(of)
+    assert figures[0].axes[0].get_xlabel() == "training time (hours)"
+    np.testing.assert_allclose(figures[0].axes[0].lines[0].get_xdata(), [2.5, 5.0, 7.5, 10.0])
+
+
+def test_validations_of_seeds_are_averaged_although_they_take_place_at_different_times() -> None:
+    quick, slow = Line(np.array([1.0, 2.0]), np.array([9.0, 7.0])), Line(np.array([5.0, 10.0]), np.array([8.0, 5.0]))
+    (seconds, mean), perplexities = mean_points([quick, slow])
+    np.testing.assert_array_equal([seconds, mean], [[3.0, 6.0], [8.5, 6.0]])
+    np.testing.assert_array_equal(perplexities, [[9.0, 7.0], [8.0, 5.0]])
+    # one of the runs has lost its first validation
+    (seconds, mean), _ = mean_points([slow, Line(np.array([6.0, 7.0, 10.0]), np.array([9.0, 8.0, 7.0]))])
+    np.testing.assert_array_equal([seconds, mean], [[10.0], [6.0]])

@@ -165,6 +165,12 @@ def test_a_value_that_no_point_has_replaces_theirs(folder: Path) -> None:
     [
         ("- vanilla", ["points[0]=vanilla", "must be settings"]),
         ("- {model: vanilla, paper: {los: 2}}", ["points[0].paper.los", "no such column", "`loss`"]),
+        (
+            "- {model: vanilla, paper: {loss: [2.5, -0.1]}}",
+            ["paper.loss=[2.5,-0.1]: must be a number, [number, spread]"],
+        ),
+        ("- {model: vanilla, paper: {loss: [2.5]}}", ["points[0].paper.loss=[2.5]: must be"]),
+        ("- {model: vanilla, paper: {loss: low}}", ["points[0].paper.loss=low: must be"]),
         ("- {model: [vanilla, vanilla]}", ["points[0]", "a second point with the label vanilla"]),
         ("- {model: mhc, init_from: '@plain'}", ["points[0]", "@plain", "no earlier point has this label"]),
     ],

@@ -11,6 +11,7 @@ import torch
 import depthlm
 from depthlm.config.schema import Training
 from depthlm.data import Batches, open_corpus
+from depthlm.files import read_json
 from depthlm.runs.manifest import Progress, sealed
 from depthlm.runs.records import read_metrics
 from depthlm.runs.trackers import Trackers
@@ -274,6 +275,14 @@ def test_a_spike_needs_half_a_window_of_losses() -> None:
 SPIKES = ("training.spike_window=4", "training.checkpoint_every=5", *KEPT)
 
 
+@pytest.mark.parametrize("off", ["training.spike_deviations=null", "training.spike_window=128"])
+def test_a_run_that_detects_no_spikes_does_not_count_them(
+    small_run: Callable[..., list[str]], tmp_path: Path, off: str
+) -> None:
+    assert train_spoiled(small_run("training.max_steps=4", off), {3: "spike"}) == 0
+    assert read_json(tmp_path / "run/summary.json")["spikes"] is None
+
+
 def test_a_spike_is_logged_and_kept(
     small_run: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,6 +293,7 @@ def test_a_spike_is_logged_and_kept(
     assert_same(weights(tmp_path / "run"), weights(tmp_path / "plain"))
     [row] = bad_batches(tmp_path / "run")
     assert (row["step"], row["outcome"]) == (9, "kept")
+    assert [read_json(tmp_path / name / "summary.json")["spikes"] for name in ("run", "plain")] == [1, 0]
     assert row["grad_norm"] > 0
     assert bad_batches(tmp_path / "plain") == []
     losses = [values[2] for values in curve(tmp_path / "plain")]
@@ -321,6 +331,7 @@ def test_a_resumed_run_takes_the_same_losses_for_spikes(small_run: Callable[...,
     assert curve(run) == curve(straight)
     assert bad_batches(run) == bad_batches(straight)
     skipped = manifest(straight)["skipped"]
+    assert [read_json(folder / "summary.json")["spikes"] for folder in (run, straight)] == [len(skipped)] * 2
     assert 2 < len(skipped) < 15
     assert min(skipped) < 11 < max(skipped)
 

@@ -2,10 +2,12 @@
 
 import errno
 import fcntl
+import itertools
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +19,16 @@ from depthlm.config.saved import signed_config_text
 from depthlm.data import open_corpus, validation_batches
 from depthlm.errors import UserError
 from depthlm.evaluation import total_loss
+from depthlm.files import read_json
 from depthlm.run_directory import RunDirectory
 from depthlm.runs import directory as run_directory
 from depthlm.runs.directory import Claim
+from depthlm.runs.records import read_metrics
 from depthlm.training import run, train
+from depthlm.training.monitoring import metrics
 
-from .run_files import assert_same, curve, states, weights
+from .run_files import assert_same, curve, manifest, states, weights
+from .spoiled import train_spoiled
 
 
 @pytest.mark.parametrize(
@@ -119,6 +125,25 @@ def test_rows_after_the_checkpoint_and_truncated_rows_are_removed(
     assert train(depthlm.compose(small_run("training.stop_after=6"))) == 0
     assert curve(tmp_path / "run")[:4] == rows
     assert [row[0] for row in curve(tmp_path / "run")] == list(range(1, 7))
+
+
+def test_a_row_with_a_validation_has_the_training_time_so_far_over_all_starts(
+    small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ["training.max_steps=8", "training.validate_every=2", "training.checkpoint_every=4"]
+    for name, killed in (("straight", None), ("run", 7)):
+        # a clock that ticks when it is read, so that every step takes equally long
+        monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=itertools.count(0.0).__next__))
+        train_spoiled(small_run(*overrides, name=name), {}, killed_at=killed)
+        assert train(depthlm.compose(small_run(*overrides, name=name))) == 0
+    rows, rows_of_killed = (list(read_metrics(tmp_path / name / "metrics.jsonl")) for name in ("straight", "run"))
+    times = {row["step"]: row["wall_seconds"] for row in rows if "validation/local/loss" in row}
+    assert list(times) == [2, 4, 6, 8]
+    assert 0 < times[2] < times[4] < times[6] < times[8]
+    assert times[4] == manifest(tmp_path / "straight", 4)["wall_seconds"]
+    assert times[8] == read_json(tmp_path / "straight/summary.json")["wall_seconds"]
+    # the two lost steps are in the time as often as in the rows
+    assert {row["step"]: row["wall_seconds"] for row in rows_of_killed if "wall_seconds" in row} == times
 
 
 def test_a_damaged_checkpoint_is_skipped_for_the_one_before(

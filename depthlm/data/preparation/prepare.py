@@ -60,8 +60,7 @@ def prepare(data: Data, progress: bool = True, only: Collection[str] = (), part:
     console = stderr_console(quiet=not progress, soft_wrap=True)
     sources = all_sources(data)
     for name in [data.name, *sources]:
-        if not re.fullmatch(r"\w[\w.-]*", name):
-            raise DataError("not a valid name for files", f"{name!r}", "Use letters, digits, `.`, `_` and `-`.")
+        check_name(name)
     if unknown := sorted({*only} - {*sources}):
         raise DataError("no such source", ", ".join(unknown), f"There are: {', '.join(sources)}.")
     tokenizer = functools.cache(lambda: make_tokenizer(data, console))
@@ -70,6 +69,12 @@ def prepare(data: Data, progress: bool = True, only: Collection[str] = (), part:
         for name, source in sources.items()
         if not only or name in only
     }
+
+
+def check_name(name: str) -> None:
+    """Raise DataError for a name that the files of a split cannot have."""
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise DataError("not a valid name for files", f"{name!r}", "Use letters, digits, `.`, `_` and `-`.")
 
 
 def make_tokenizer(data: Data, console: Console) -> Tokenizer:
@@ -154,7 +159,7 @@ class _Preparation:
             if part is not None:
                 self.encode_part(part)
                 return self.folder
-            with self.lock() as complete:
+            with locked(self.target, self.console) as complete:
                 if complete:
                     self.check_existing()
                 else:
@@ -186,21 +191,9 @@ class _Preparation:
         listing = "".join(f"\n  - {reason}" for reason in reasons)
         return DataError(f"{len(reasons)} files cannot be read", root, f"Fix or remove them{skip}:{listing}")
 
-    @contextmanager
-    def lock(self) -> Iterator[bool]:
-        """Hold the lock of the folder, and yield whether its token files are complete."""
-        # The lock file is never removed: a third process could then lock a new file while the second holds the old one.
-        with open(self.target.with_name(f".{self.target.name}.lock"), "a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self.console.print(f"waiting for the process that prepares {self.target}")
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield Manifest.exists(self.target)
-
     def encode_part(self, part: Part) -> None:
         """Encode a part of the source, and make the token files if no other part is missing."""
-        with self.lock() as complete:
+        with locked(self.target, self.console) as complete:
             if complete:
                 return
             job = self.begin(copies=2)
@@ -210,12 +203,12 @@ class _Preparation:
         try:
             encoded = encode_part(job, part)
         except FileNotFoundError:
-            with self.lock() as complete:
+            with locked(self.target, self.console) as complete:
                 if complete:
                     # a process that prepares the whole source has removed the folder of parts
                     return
             raise
-        with self.lock() as complete:
+        with locked(self.target, self.console) as complete:
             if complete:
                 return
             missing = missing_files(job)
@@ -233,7 +226,7 @@ class _Preparation:
         progress_file.check_mark(partial, self.settings)
         if Manifest.exists(partial) and Manifest.read(partial).settings == self.settings:
             # killed between the last token and the rename
-            _publish(partial, self.target)
+            publish(partial, self.target)
             return
         job = self.begin()
         has_parts = folder_of(job).is_dir()
@@ -242,7 +235,7 @@ class _Preparation:
             encode_part(job, Part(0, 1))
         manifest = encode(job, stored_batches if has_parts else encoded_batches)
         manifest.write(partial)
-        _publish(partial, self.target)
+        publish(partial, self.target)
         _print_summary(manifest, self.target, time.monotonic() - start, self.console)
 
     def begin(self, copies: int = 1) -> Job:
@@ -312,7 +305,20 @@ class _Preparation:
             )
 
 
-def _publish(partial: Path, target: Path) -> None:
+@contextmanager
+def locked(target: Path, console: Console) -> Iterator[bool]:
+    """Hold the lock of a folder of token files, and yield whether it is complete."""
+    # The lock file is never removed: a third process could then lock a new file while the second holds the old one.
+    with open(target.with_name(f".{target.name}.lock"), "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            console.print(f"waiting for the process that prepares {target}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield Manifest.exists(target)
+
+
+def publish(partial: Path, target: Path) -> None:
     """Rename a complete folder into place, without the files that only its preparation needs."""
     manifest = Manifest.read(partial)
     shards = {shard.name for split in manifest.splits().values() for shard in split.files}

@@ -1,7 +1,7 @@
-"""The training losses of many runs in one figure: a panel per task, and a curve per row."""
+"""Curves of many runs in one figure, such as their training losses: a panel per task, and a curve per row."""
 
 import textwrap
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,16 +48,39 @@ class Panel:
 
 
 class Line(NamedTuple):
-    """Losses over tokens; nan where there is a gap."""
+    """Numbers over x, such as losses over tokens; nan where there is a gap."""
 
-    tokens: Any
-    loss: Any
+    x: Any
+    y: Any
 
     @property
     def end(self) -> tuple[float, float]:
         """The last point that is not in a gap."""
-        last = np.flatnonzero(np.isfinite(self.loss))[-1]
-        return float(self.tokens[last]), float(self.loss[last])
+        last = np.flatnonzero(np.isfinite(self.y))[-1]
+        return float(self.x[last]), float(self.y[last])
+
+
+class Quantity(NamedTuple):
+    """What curves show. read: a run's line, without points where it has none. x, y: the titles of the axes.
+
+    note: for the reader of a report. mean: of the lines of several runs, with their numbers at its points. smoothed:
+    whether lines are drawn as running means. marker: of each point; None: only a line. counts: whether x is a number
+    such as 10M tokens.
+    """
+
+    read: Callable[[RunRecord], Line]
+    x: str
+    y: str
+    note: str
+    mean: Callable[[Sequence[Line]], tuple[Line, Any]]
+    smoothed: bool = False
+    marker: str | None = None
+    counts: bool = True
+
+    def line(self, run: RunRecord) -> Line:
+        """Return a run's line as it is drawn."""
+        line = self.read(run)
+        return Line(line.x, smooth(line.y)) if self.smoothed else line
 
 
 class End(NamedTuple):
@@ -136,7 +159,16 @@ def names_of(rows: Sequence[Row]) -> list[str]:
 
 def draw_loss_curves(panels: Sequence[Panel], path: Path, stamp: str, title: str = "") -> list[str] | None:
     """Draw training losses over tokens, smoothed; None where no run has any. Returns the notes on the figure."""
-    panels = [panel for panel in panels if any(_has_losses(run) for curve in panel.curves for run in curve.runs)]
+    about = f"Training losses, as a running mean over about {SMOOTHED:.0%} of a run's logged steps."
+    quantity = Quantity(read, "tokens", "training loss (nats per token)", about, mean_line, smoothed=True)
+    return draw_curves(panels, quantity, path, stamp, title)
+
+
+def draw_curves(
+    panels: Sequence[Panel], quantity: Quantity, path: Path, stamp: str, title: str = ""
+) -> list[str] | None:
+    """Draw a quantity of all runs; None where no run has it. Returns the notes on the figure."""
+    panels = [panel for panel in panels if any(_has(quantity, run) for curve in panel.curves for run in curve.runs)]
     if not panels:
         return None
     across = 2 if len(panels) == 4 else min(ACROSS, len(panels))
@@ -152,22 +184,22 @@ def draw_loss_curves(panels: Sequence[Panel], path: Path, stamp: str, title: str
     high = inner + 0.9 + TITLE / 60 * max(head.count("\n") for head in heads)
     figure, axes = subplots(across, wide * across, high * down, rows=down)
     for place, panel, head in zip(axes.flat, panels, heads, strict=False):
-        _draw(place, panel, inner)
+        _draw(place, panel, quantity, inner)
         place.set_title(head, fontsize=TITLE, x=0, ha="left")
     for place in axes.flat[len(panels) :]:
         place.set_visible(False)
     for place in axes[:, 0]:
-        place.set_ylabel("training loss (nats per token)")
+        place.set_ylabel(quantity.y)
     save(figure, path, stamp, title)
-    return _notes(panels)
+    return _notes(panels, quantity)
 
 
-def _notes(panels: Sequence[Panel]) -> list[str]:
+def _notes(panels: Sequence[Panel], quantity: Quantity) -> list[str]:
     curves = [curve for panel in panels for curve in panel.curves]
-    notes = [f"Training losses, as a running mean over about {SMOOTHED:.0%} of a run's logged steps."]
+    notes = [quantity.note]
     if any(len(curve.runs) > 1 for curve in curves):
         notes.append("Lines: the mean over the complete seeds; bands: from the lowest to the highest of them.")
-    if any(run.state != COMPLETE and _has_losses(run) for curve in curves for run in curve.runs):
+    if any(run.state != COMPLETE and _has(quantity, run) for curve in curves for run in curve.runs):
         notes.append("Thin pale lines that end in a cross are incomplete runs.")
     crowded = max(len(panel.curves) for panel in panels)
     if crowded > MOST_NAMED:
@@ -175,8 +207,8 @@ def _notes(panels: Sequence[Panel]) -> list[str]:
     return notes
 
 
-def _has_losses(run: RunRecord) -> bool:
-    return bool(np.isfinite(read(run).loss).any())
+def _has(quantity: Quantity, run: RunRecord) -> bool:
+    return bool(np.isfinite(quantity.read(run).y).any())
 
 
 def read(run: RunRecord) -> Line:
@@ -204,20 +236,20 @@ def mean_line(lines: Sequence[Line]) -> tuple[Line, Any]:
 
     The others are interpolated. A gap in one line is a gap of the mean.
     """
-    start, end = max(line.tokens[0] for line in lines), min(line.tokens[-1] for line in lines)
-    tokens = lines[0].tokens[(lines[0].tokens >= start) & (lines[0].tokens <= end)]
+    start, end = max(line.x[0] for line in lines), min(line.x[-1] for line in lines)
+    tokens = lines[0].x[(lines[0].x >= start) & (lines[0].x <= end)]
     losses = np.array([np.interp(tokens, *line) for line in lines]).reshape(len(lines), len(tokens))
     return Line(tokens, losses.mean(axis=0)), losses
 
 
-def _draw(axes: Any, panel: Panel, height: float) -> None:
+def _draw(axes: Any, panel: Panel, quantity: Quantity, height: float) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     drawn: list[Line] = []
     ends: dict[Mechanism, list[End]] = {}
     styles = style_of([curve.mechanism for curve in panel.curves])
     for curve, name, style in zip(panel.curves, _names(panel), styles, strict=True):
-        lines = _draw_curve(axes, curve, style)
+        lines = _draw_curve(axes, curve, style, quantity)
         drawn += lines
         if lines:
             ends.setdefault(curve.mechanism, []).append(End(name, style.colour, *lines[-1].end))
@@ -227,21 +259,21 @@ def _draw(axes: Any, panel: Panel, height: float) -> None:
         named = [end._replace(name=short(mechanism.name)) for mechanism, end in zip(ends, lowest, strict=True)]
     _limit(axes, drawn)
     label_ends(axes, named, height)
-    axes.set_xlabel("tokens")
+    axes.set_xlabel(quantity.x)
     axes.xaxis.set_major_locator(MaxNLocator(5))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: count_text(value)))
+    if quantity.counts:
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: count_text(value)))
     grid(axes)
 
 
-def _draw_curve(axes: Any, curve: LossCurve, style: Style) -> list[Line]:
+def _draw_curve(axes: Any, curve: LossCurve, style: Style, quantity: Quantity) -> list[Line]:
     """Draw each run, and the mean of the complete ones; return all lines, the one to be named last."""
     single = len(curve.runs) == 1
     lines, complete = [], []
-    look = {"color": style.colour, "ls": style.dash}
+    look = {"color": style.colour, "ls": style.dash, "marker": quantity.marker, "ms": 3}
     for run in curve.runs:
-        line = read(run)
-        line = Line(line.tokens, smooth(line.loss))
-        if not np.isfinite(line.loss).any():
+        line = quantity.line(run)
+        if not np.isfinite(line.y).any():
             continue
         lines.append(line)
         if run.state == COMPLETE:
@@ -249,15 +281,15 @@ def _draw_curve(axes: Any, curve: LossCurve, style: Style) -> list[Line]:
         else:
             axes.plot(*line, alpha=0.5, lw=1.5 if single else 0.7, **look)
             axes.plot(*line.end, "x", color=style.colour, ms=7, mew=1.8)
-    mean, losses = mean_line(complete) if complete else (Line(np.array([]), np.array([])), np.array([]))
-    if not np.isfinite(mean.loss).any():
+    mean, losses = quantity.mean(complete) if complete else (Line(np.array([]), np.array([])), np.array([]))
+    if not np.isfinite(mean.y).any():
         for line in complete:
             axes.plot(*line, lw=0.7, **look)
-        return sorted(lines, key=lambda line: line.tokens[-1])
-    is_point = np.isfinite(mean.loss).sum() == 1
-    axes.plot(mean.tokens, mean.loss, lw=1.5, marker="." if is_point else None, **look)
+        return sorted(lines, key=lambda line: line.x[-1])
+    is_point = np.isfinite(mean.y).sum() == 1
+    axes.plot(mean.x, mean.y, lw=1.5, **look | ({"marker": ".", "ms": 6} if is_point else {}))
     if len(complete) > 1:
-        axes.fill_between(mean.tokens, losses.min(axis=0), losses.max(axis=0), color=style.colour, alpha=0.15, lw=0)
+        axes.fill_between(mean.x, losses.min(axis=0), losses.max(axis=0), color=style.colour, alpha=0.15, lw=0)
     return [*lines, mean]
 
 
@@ -278,10 +310,10 @@ def _limit(axes: Any, lines: Sequence[Line]) -> None:
 
     Of a run that ends before, it includes those after its own start.
     """
-    longest = max(float(line.tokens[-1]) for line in lines)
+    longest = max(float(line.x[-1]) for line in lines)
     axes.set_xlim(0, longest)
     starts = [START * (longest if line.end[0] >= START * longest else line.end[0]) for line in lines]
-    losses = np.concatenate([line.loss[line.tokens >= start] for line, start in zip(lines, starts, strict=True)])
+    losses = np.concatenate([line.y[line.x >= start] for line, start in zip(lines, starts, strict=True)])
     losses = losses[np.isfinite(losses)]
     if losses.size:
         margin = 0.05 * np.ptp(losses) or 0.1

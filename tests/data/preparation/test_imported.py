@@ -1,0 +1,189 @@
+"""Token files made from ids that were tokenized elsewhere."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Encoder
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from depthlm.data import Manifest, TokenFiles, open_corpus, prepare, verify
+from depthlm.data.preparation import imported
+from depthlm.data.preparation.imported import Import, import_tokens, load_tokenizer
+from depthlm.data.settings import Data, Source
+from depthlm.data.tokenizers import Tokenizer
+from depthlm.errors import DataError
+
+from .preparing import content, left_over
+
+END = 256
+# three documents of a tokenizer of bytes; the second is empty, the last is not ASCII
+IDS = [*b"one two", END, END, *"naïve Ω".encode(), END]
+MakeData = Callable[..., Data]
+
+
+def raw(name: str, ids: Any, dtype: str = "<u4") -> Path:
+    """Write ids without a header."""
+    Path(name).write_bytes(np.asarray(ids, dtype).tobytes())
+    return Path(name)
+
+
+def job(*files: Path, tokenizer: str = "bytes", **settings: Any) -> Import:
+    given = {"dtype": "uint32", "folder": Path("made"), **settings}
+    return Import(files, tokenizer=load_tokenizer(tokenizer, None), **given)
+
+
+def tokens_of(folder: Path, split: str) -> list[int]:
+    manifest = Manifest.read(folder)
+    parts = manifest.train if split == "train" else next(iter(manifest.validation.values()))
+    tokens = TokenFiles(folder, parts.files, manifest.dtype, vocab_size=manifest.vocab_size)
+    return tokens.read(0, len(tokens)).tolist()
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_imported_ids_are_the_token_files_that_the_text_gives(local: MakeData, tokenizer: str) -> None:
+    (folder,) = prepare(local(tokenizer=tokenizer, path="prepared")).values()
+    expected = Manifest.read(folder)
+    file = raw("ids.npy", tokens_of(folder, "train"))
+    manifest = import_tokens(job(file, tokenizer="bytes" if tokenizer == "bytes" else str(folder / "tokenizer.json")))
+    assert tokens_of(Path("made"), "validation") == tokens_of(folder, "train")
+    split, text = manifest.validation["made"], expected.train
+    assert (split.tokens, split.documents, split.bytes) == (text.tokens, text.documents, text.bytes)
+    assert (manifest.dtype, manifest.tokenizer) == (expected.dtype, expected.tokenizer)
+    # data.vocab_size is more than the BPE has
+    assert manifest.vocab_size <= expected.vocab_size
+    assert manifest.train.tokens == 0
+    verify("made")
+    # the files that preparing leaves, no others
+    assert {*content(Path("made"))} == {"manifest.json", "tokenizer.json", "validation-made-00000.bin"}
+    assert not {name for name in left_over(Path("made")) if "partial" in name}
+
+
+def test_bytes_of_a_tokenizer_whose_tokens_are_not_bytes_are_those_of_the_decoded_text(tmp_path: Path) -> None:
+    encoder = Encoder(models.Unigram())
+    encoder.pre_tokenizer, encoder.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    texts = ["one two three", "naïve Ω and four", "five"]
+    encoder.train_from_iterator(texts, trainers.UnigramTrainer(special_tokens=["</s>"], unk_token="?", vocab_size=60))
+    encoder.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    ids = [number for text in texts for number in [*tokenizer.encode_batch([text])[0], tokenizer.end_of_text]]
+    manifest = import_tokens(job(raw("ids", ids), tokenizer=str(tmp_path / "tokenizer.json")))
+    assert manifest.validation["made"].bytes == sum(len(text.encode()) for text in texts)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_documents_may_continue_in_the_next_chunk_and_file(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(imported, "CHUNK", chunk)
+    manifest = import_tokens(job(raw("a", IDS[:3]), raw("b", IDS[3:8]), raw("c", IDS[8:]), shard_tokens=5))
+    split = manifest.validation["made"]
+    assert tokens_of(Path("made"), "validation") == IDS
+    assert (split.documents, split.bytes) == (3, 7 + 9)
+    assert [shard.tokens for shard in split.files] == [5, 5, 5, 4]
+
+
+@pytest.mark.parametrize("chunk", [7, 2**22])
+def test_training_text_holds_out_whole_documents(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(imported, "CHUNK", chunk)
+    documents = [[*f"document {number}".encode(), END] for number in range(200)]
+    file = raw("ids", [token for document in documents for token in document])
+    manifest = import_tokens(job(file, held_out=0.2))
+    held = manifest.validation["made"].documents
+    assert 20 < held < 60
+    assert manifest.train.documents == 200 - held
+    train, validation = (
+        {bytes(part) for part in np.split(ids, np.flatnonzero(ids == END) + 1)}
+        for ids in (np.array(tokens_of(Path("made"), split)) for split in ("train", "validation"))
+    )
+    assert train.isdisjoint(validation - {b""})
+    assert (train | validation) - {b""} == {bytes(np.array(document)) for document in documents}
+    corpus = open_corpus(Data(name="published", path="made"))
+    assert corpus.tokens == manifest.train.tokens
+    assert corpus.unigram_entropy is not None
+
+
+def test_a_validation_set_of_a_run_is_a_folder_of_imported_ids(local: MakeData) -> None:
+    import_tokens(job(raw("ids", IDS), folder=Path("olmo/ice")))
+    data = local(tokenizer="bytes", validation={"ice": Source(path="olmo/ice")})
+    prepare(data)
+    corpus = open_corpus(data)
+    assert list(corpus.validation) == ["local", "ice"]
+    assert corpus.validation["ice"].read(0, len(IDS)).tolist() == IDS
+    other = local(validation={"ice": Source(path="olmo/ice")})
+    prepare(other)
+    with pytest.raises(DataError, match="another tokenizer"):
+        open_corpus(other)
+
+
+@pytest.mark.parametrize(("dtype", "given"), [("<u2", None), ("<u4", "uint32"), ("<i8", None)])
+def test_a_header_of_npy_says_the_dtype(dtype: str, given: str | None) -> None:
+    np.save("ids.npy", np.array(IDS, dtype))
+    import_tokens(job(Path("ids.npy"), dtype=given))
+    assert tokens_of(Path("made"), "validation") == IDS
+
+
+@pytest.mark.parametrize(
+    ("write", "settings", "words"),
+    [
+        (lambda: raw("ids", IDS[1:], "<u2"), {}, ["ids", "and the vocabulary has 258 tokens", "Check --dtype"]),
+        (lambda: raw("ids", [1, 2, -1, END], "<i4"), {"dtype": "int32"}, ["id -1 at position 2"]),
+        (lambda: raw("ids", [*IDS, 258]), {}, ["id 258 at position 19"]),
+        (lambda: raw("ids", IDS[:-1]), {}, ["the last id is 169, not the end of text '<|endoftext|>' (id 256)"]),
+        (lambda: raw("ids", IDS), {"dtype": None}, ["no header", "Set --dtype"]),
+        (lambda: raw("ids", [*b"abcde"], "u1"), {}, ["5 bytes are no whole number of ids of 4 bytes"]),
+        (lambda: raw("ids", []), {}, ["no ids"]),
+        (lambda: Path("absent"), {}, ["absent", "cannot read ids"]),
+        (lambda: raw("ids", IDS), {"held_out": 1e-6}, ["of 3 documents, 3 are for training and 0 for validation"]),
+        (lambda: raw("ids", IDS), {"folder": Path("a b")}, ["not a valid name"]),
+    ],
+)
+def test_ids_that_cannot_be_token_files_are_refused(
+    write: Callable[[], Path], settings: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(DataError) as caught:
+        import_tokens(job(write(), **settings))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert not Path("made").exists()
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((4, 4), "<u4"), ((4,), "<f4"), ((4,), "<u2")])
+def test_an_array_of_another_shape_or_dtype_is_refused(shape: tuple[int, ...], dtype: str) -> None:
+    np.save("ids.npy", np.full(shape, END, dtype))
+    with pytest.raises(DataError, match=f"an array of {len(shape)} dimensions and dtype {np.dtype(dtype)}"):
+        import_tokens(job(Path("ids.npy")))
+
+
+def test_the_same_import_again_changes_nothing_and_another_is_refused() -> None:
+    first = import_tokens(job(raw("ids", IDS)))
+    before = {file: file.stat().st_mtime_ns for file in Path("made").iterdir()}
+    assert import_tokens(job(Path("ids"))) == first
+    assert {file: file.stat().st_mtime_ns for file in Path("made").iterdir()} == before
+    with pytest.raises(DataError, match="other token files"):
+        import_tokens(job(raw("ids", [*IDS, END])))
+
+
+def test_an_import_that_was_killed_starts_from_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(imported, "_check", killed)
+        with pytest.raises(KeyboardInterrupt):
+            import_tokens(job(raw("ids", IDS)))
+    assert not Path("made").exists()
+    import_tokens(job(Path("ids")))
+    assert tokens_of(Path("made"), "validation") == IDS
+
+
+def test_a_folder_with_other_files_is_left_alone() -> None:
+    Path("made").mkdir()
+    Path("made/mine.txt").write_text("mine")
+    with pytest.raises(DataError, match="need an empty folder"):
+        import_tokens(job(raw("ids", IDS)))
+    assert content(Path("made")) == {"mine.txt": b"mine"}
+
+
+def test_a_tokenizer_must_exist_before() -> None:
+    with pytest.raises(DataError, match="the tokenizer that made them"):
+        load_tokenizer("bpe", None)
