@@ -1,4 +1,4 @@
-"""Our operators beside those of Liger-Kernel and flash-linear-attention (fla), on the same inputs.
+"""Our operators beside those of Liger-Kernel, flash-linear-attention (fla) and MoDA's authors, on the same inputs.
 
     python benchmarks/peers.py [--output results/peers.json]     # launches, bytes and machine code for sm_90; no GPU
     python benchmarks/peers.py --check                           # outputs and gradients, in Triton's interpreter
@@ -6,6 +6,7 @@
     python benchmarks/peers.py --markdown results/peers.json
 
 The peers are not dependencies of this repository: pip install --no-deps liger-kernel fla-core einops
+MoDA's authors have a fork of fla, in libs/moda_triton of github.com/hustvl/MoDA, so install either of them.
 """
 
 import importlib.metadata
@@ -15,6 +16,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,10 +24,14 @@ from benchmarks import rehearsal
 from benchmarks.shared.reporting import Results, arguments_of, parser_of, result_path, table, write_json
 
 # batch and tokens of a micro-batch, and hidden sizes
-SHAPE, SIZES = (8, 2048), {"1.5b": 1536, "3b": 2560}
+SHAPE, SIZES = (8, 2048), {"1.5b": 1536, "3b": 2048}
 TINY_SHAPE, TINY_SIZES = (1, 3), {"tiny": 16}
 # the modules and the packages of the peers
-PEERS = {"liger": ("liger_kernel", "liger-kernel"), "fla": ("fla", "fla-core")}
+PEERS = {
+    "liger": ("liger_kernel", "liger-kernel"),
+    "fla": ("fla.ops.attnres", "fla-core"),
+    "moda": ("fla.ops.moda", "flash-linear-attention"),
+}
 # the allowed difference, relative to the largest value of a tensor; the operators compute in fp32
 TOLERANCE = 1e-4
 
@@ -52,6 +58,8 @@ def static(peers: list[str]) -> list[Line]:
             with FakeTensorMode(allow_non_fake_inputs=True), using("triton"), without_addresses(peers):
                 # new tensors for each, which have no gradients yet
                 cases = {name: case_of(make, *SHAPE, width) for name in ("ours", *peers)}
+                if not cases["ours"].runs.keys() & {*peers}:
+                    continue
                 measured = {
                     name: measure_traffic(x.runs[name], x.inputs) for name, x in cases.items() if name in x.runs
                 }
@@ -82,6 +90,8 @@ def compare(peers: list[str], check: bool, interpreted: bool) -> list[Line]:
         for size, width in sizes.items():
             case = case_of(make, *shape, width)
             runs = case.runs | (case.interpreted if interpreted else {})
+            if not runs.keys() & {*peers}:
+                continue
             steps = {name: step(runs[name], case.inputs, "triton") for name in ("ours", *peers) if name in runs}
             if check:
                 results = {name: turn() for name, turn in steps.items()}
@@ -101,6 +111,14 @@ def compare(peers: list[str], check: bool, interpreted: bool) -> list[Line]:
                 }
             lines += [{"operator": operator, "size": size, "by": name, **line} for name, line in compared.items()]
     return lines
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module exists, without importing the packages that contain it."""
+    top, *inside = module.split(".")
+    spec = importlib.util.find_spec(top)
+    folders = (spec.submodule_search_locations or []) if spec else []
+    return any(Path(folder, *inside).exists() for folder in folders)
 
 
 @contextmanager
@@ -147,15 +165,14 @@ def main() -> int:
     arguments = arguments_of(parser, markdown)
     if arguments.tiny and not arguments.time:
         parser.error("--tiny is an option of --time")
-    peers = [name for name, (module, _) in PEERS.items() if importlib.util.find_spec(module)]
+    peers = [name for name, (module, _) in PEERS.items() if is_installed(module)]
     if not peers:
-        parser.error(
-            "neither liger-kernel nor fla-core is installed: pip install --no-deps liger-kernel fla-core einops"
-        )
+        parser.error("no peer is installed: pip install --no-deps liger-kernel fla-core einops")
     if arguments.check or arguments.time:
         lines = compare(peers, arguments.check, interpreted=arguments.check or arguments.tiny)
     else:
-        lines = static(peers)
+        # the kernels of MoDA's authors choose their tiles by the name of the GPU
+        lines = static([name for name in peers if name != "moda"])
     output = arguments.output or result_path("peers")
     versions = {name: importlib.metadata.version(PEERS[name][1]) for name in peers}
     print(markdown(write_json(output, {"peers": versions, "lines": lines})))

@@ -61,16 +61,40 @@ def summary(arguments: list[str], program: str) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
     parser.add_argument("--gpus", type=int, default=8, help="number of GPUs that ZeRO shards over (default 8)")
     parser.add_argument("--config-dir", help="a folder of configuration files in addition to conf/")
-    parser.add_argument("--overhead", action="store_true", help="print what every mechanism adds to vanilla instead")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--overhead", action="store_true", help="print what every mechanism adds to vanilla instead")
+    other.add_argument(
+        "--pipeline",
+        nargs=2,
+        metavar=("P=8", "V=4"),
+        help="print what every mechanism would send in a pipeline of P stages with V chunks of layers each instead",
+    )
+    parser.add_argument(
+        "--io",
+        choices=("one_phase", "two_phase"),
+        help="with --overhead, how to count I/O: each read alone (the default), or as in Attention Residuals, Table 1",
+    )
+    parser.add_argument(
+        "--chunk", type=int, help="with --overhead, the tokens of a prefill in chunks per forward pass (default 2048)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parsed = parser.parse_intermixed_args(arguments)
     if parsed.gpus < 1:
         parser.error(f"--gpus {parsed.gpus}: must be at least 1")
-    from depthlm.accounting.summary import print_overhead, print_summary
+    if parsed.chunk is not None and parsed.chunk < 1:
+        parser.error(f"--chunk {parsed.chunk}: must be at least 1")
+    if (parsed.io or parsed.chunk) and not parsed.overhead:
+        parser.error("--io and --chunk are options of --overhead")
+    from depthlm.accounting.overhead import PREFILL_CHUNK, print_overhead
+    from depthlm.accounting.pipeline import print_pipeline
+    from depthlm.accounting.summary import print_summary
     from depthlm.config import compose_anywhere
 
+    common = parsed.overrides, parsed.config_dir, parsed.json
     if parsed.overhead:
-        print_overhead(parsed.overrides, parsed.config_dir, parsed.json)
+        print_overhead(*common, two_phase=parsed.io == "two_phase", chunk=parsed.chunk or PREFILL_CHUNK)
+    elif parsed.pipeline:
+        print_pipeline(parsed.pipeline, *common)
     else:
         print_summary(compose_anywhere(parsed.overrides, parsed.config_dir), parsed.gpus, parsed.json)
 

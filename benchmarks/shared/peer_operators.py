@@ -1,4 +1,4 @@
-"""The same work by our operators and by those of Liger-Kernel and flash-linear-attention (fla).
+"""The same work by our operators and by those of Liger-Kernel, flash-linear-attention (fla) and the authors of MoDA.
 
 `attention_residuals`: the eight reads of a phase. The first has `SOURCES` sources; each of the others has one more, the
 running sum of its block. We read the sources once for all eight; the peers have one call per read, and Liger's takes
@@ -6,7 +6,10 @@ the sources as one tensor, which has to be stacked for each read, since the runn
 
 `mhc`: the write of one sublayer and the read of the next one. Liger has an operator for each of its three parts.
 
-Shapes: b batch, t tokens, d hidden size, n streams, m = n (n + 2).
+`moda`: attention over the sequence and over depth entries, which each side keeps in its own layout before it is timed.
+
+Shapes: b batch, t tokens, d hidden size, n streams or depth entries, m = n (n + 2), k key/value heads, g query heads of
+each of them, e head size.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +21,13 @@ from torch import Tensor
 from depthlm.ops.attention_residuals.naive import depth_attend
 from depthlm.ops.mhc.cpu import Parameters, Pending
 from depthlm.ops.mhc.naive import mhc_post_pre
+from depthlm.ops.moda.bank import depth_of
+from depthlm.ops.moda.merge import merged_attention
 
 EPS, READS, SOURCES, STREAMS, ITERATIONS = 1e-6, 8, 5, 4, 20
+# of moda: head size, query heads per key/value head, depth entries; the smaller ones for a tiny hidden size
+HEAD_SIZE, GROUPS, ENTRIES = 64, 4, 48
+TINY_HEAD_SIZE, TINY_ENTRIES = 16, 3
 Run = Callable[[], Sequence[Tensor]]
 
 
@@ -105,4 +113,40 @@ def mhc(make: Callable[..., Tensor], b: int, t: int, d: int) -> Case:
     return Case([x, y, post, res, phi, alpha, bias], {"ours": ours, "liger": liger})
 
 
-OPERATORS: dict[str, Callable[..., Case]] = {"attention_residuals": attention_residuals, "mhc": mhc}
+def moda(make: Callable[..., Tensor], b: int, t: int, d: int) -> Case:
+    e, n = (HEAD_SIZE, ENTRIES) if d >= GROUPS * HEAD_SIZE else (TINY_HEAD_SIZE, TINY_ENTRIES)
+    heads = max(1, d // e // GROUPS)
+    q_btkge, k_btke, v_btke = make(b, t, heads, GROUPS, e), make(b, t, heads, e), make(b, t, heads, e)
+    entries = [make(b, t, heads, e) for _ in range(2 * n)]
+    depth = depth_of([(k.transpose(1, 2), v.transpose(1, 2)) for k, v in zip(entries[:n], entries[n:], strict=True)])
+
+    def ours() -> list[Tensor]:
+        q_bhte = q_btkge.flatten(2, 3).transpose(1, 2)
+        context_bhte = merged_attention(q_bhte, k_btke.transpose(1, 2), v_btke.transpose(1, 2), depth)
+        return [context_bhte.transpose(1, 2)]
+
+    # they take the queries of a group as positions of one head, and the entries of a position one after the other
+    cached = [torch.stack(x, dim=2).flatten(1, 2) for x in (entries[:n], entries[n:])]
+
+    def theirs(attend: Callable[..., Tensor]) -> list[Tensor]:
+        folded = q_btkge.transpose(2, 3).flatten(1, 2)
+        context = attend(folded, k_btke, v_btke, *cached)
+        return [context.unflatten(1, (t, GROUPS)).transpose(2, 3).flatten(2, 3)]
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, depth_k: Tensor, depth_v: Tensor) -> Tensor:
+        from fla.ops.moda import parallel_moda
+
+        settings = {"moda_group_num": GROUPS, "warn_shape": False}
+        return parallel_moda(q, k, v, cached_k=depth_k, cached_v=depth_v, **settings)
+
+    def definition(q: Tensor, k: Tensor, v: Tensor, depth_k: Tensor, depth_v: Tensor) -> Tensor:
+        """The authors' own definition, since their kernels ask for the name of a GPU."""
+        from fla.ops.moda import naive_mixture_of_depth_causal_ref
+
+        return naive_mixture_of_depth_causal_ref(q, k, v, depth_k, depth_v, moda_group_num=GROUPS)[0]
+
+    runs: dict[str, Run] = {"ours": ours, "moda": lambda: theirs(kernel)}
+    return Case([q_btkge, k_btke, v_btke, *entries], runs, {"moda": lambda: theirs(definition)})
+
+
+OPERATORS: dict[str, Callable[..., Case]] = {"attention_residuals": attention_residuals, "mhc": mhc, "moda": moda}

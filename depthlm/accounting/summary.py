@@ -1,34 +1,27 @@
-"""The command `python -m depthlm summary`: the cost of a configuration, and the overhead of every mechanism.
+"""The command `python -m depthlm summary`: the cost of a configuration.
 
-The overhead is what a mechanism adds to the vanilla decoder of the same size and backbone, counted as in the papers.
-The decoders are on the device `meta`, so nothing is allocated.
+The decoders are on the device `meta`, so nothing is allocated. What every mechanism adds to vanilla is in `overhead`,
+and what it sends in a pipeline in `pipeline`.
 """
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from rich import box
-from rich.progress import track
-from rich.table import Column, Table
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from rich.table import Table
 
-from depthlm.accounting.cost import ASSUMPTION, cost_rows, count_parameters, flops_per_token, gpu_hours, linear_flops
+from depthlm.accounting.cost import ASSUMPTION, cost_rows, count_parameters, flops_per_token, gpu_hours
 from depthlm.accounting.memory import MemoryEstimator, UntracedError, largest
+from depthlm.accounting.overhead import overhead, overhead_texts, right_columns
 from depthlm.build import build_model
-from depthlm.config import Config, ConfigError, compose_anywhere, mechanisms, run_steps
-from depthlm.console import stderr_console, stdout_console
+from depthlm.config import Config, run_steps
+from depthlm.console import stdout_console
 from depthlm.counts import duration_text, gib_text
 from depthlm.errors import UserError
-from depthlm.mechanisms.residual import Residual
 from depthlm.model import Decoder
-from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.parameters import group_of
 from depthlm.optimizers import Groups, Optimizer
 from depthlm.optimizers.build import parameter_groups
@@ -37,24 +30,6 @@ from depthlm.optimizers.build import parameter_groups
 GPUS = (80, 141)
 # values of training.activation_checkpointing that `summary` compares; any n is possible
 CHOICES: tuple[bool | int | str, ...] = (False, "selective", 2, True)
-PREFILL_TOKENS = 128 * 1024
-BYTES_PER_VALUE = 2
-
-
-@dataclass(frozen=True)
-class Overhead:
-    """The columns of Table 2 of Depth-Attention (arXiv 2606.05014, appendix B), and the parameters.
-
-    flops_per_token: of one forward pass. io_bytes_per_token: activations read and written, in 16 bits. prefill_bytes:
-    memory in addition to the KV cache while 128K tokens are prefilled, in 16 bits. As in that table, the read before
-    the final norm does not count. cache_bytes_per_token: of the KV cache in 16 bits, less where layers share it.
-    """
-
-    parameters: int
-    flops_per_token: int
-    io_bytes_per_token: int
-    prefill_bytes: int
-    cache_bytes_per_token: int
 
 
 def print_summary(config: Config, gpus: int, as_json: bool) -> None:
@@ -65,7 +40,7 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
         return
     console = stdout_console()
     title = f"{summary['model']}, backbone {summary['backbone']}, size {summary['size']}"
-    columns = _right("", "share")
+    columns = right_columns("", "share")
     table = Table("parameters", *columns, title=title, box=box.SIMPLE, title_justify="left", title_style="bold")
     total = summary["parameters"]["total"]
     for part, count in summary["parameters"].items():
@@ -74,7 +49,9 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
         if count:
             table.add_row(part, f"{count:,}", f"{count / total:.1%}")
     console.print(table)
-    table = Table("optimizer.groups", *_right("parameters", "weight decay", "peak learning rate"), box=box.SIMPLE)
+    table = Table(
+        "optimizer.groups", *right_columns("parameters", "weight decay", "peak learning rate"), box=box.SIMPLE
+    )
     for group in summary["optimizer_groups"]:
         table.add_row(
             group["name"], f"{group['parameters']:,}", f"{group['weight_decay']:g}", f"{group['learning_rate']:g}"
@@ -100,48 +77,17 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
     )
     console.print(f"memory per GPU: {setting}")
     names = "memory", *(f"largest micro-batch, {gb} GB" for gb in GPUS)
-    table = Table("", *_right(*names), box=box.SIMPLE)
+    table = Table("", *right_columns(*names), box=box.SIMPLE)
     for name, size in summary["memory_per_gpu"].items():
         table.add_row(name, gib_text(size), *_sizes(summary["largest_micro_batch_size"][name]))
     console.print(table)
     console.print(f"by training.activation_checkpointing, at ZeRO {config.deepspeed.stage}")
-    table = Table("", *_right(*names, "FLOPs computed again"), box=box.SIMPLE)
+    table = Table("", *right_columns(*names, "FLOPs computed again"), box=box.SIMPLE)
     for how, cost in summary["activation_checkpointing"].items():
         recomputed = cost["recomputed_flops_per_token"] / summary["flops_per_token"]
         sizes = _sizes(cost["largest_micro_batch_size"])
         table.add_row(how, gib_text(cost["memory"]), *sizes, f"{recomputed:+.1%}" if recomputed else "none")
     console.print(table)
-
-
-def print_overhead(overrides: Sequence[str], config_dir: str | Path | None, as_json: bool) -> None:
-    """Print the overhead of every mechanism of conf/model (Depth-Attention, Table 2), as a table or as JSON.
-
-    overrides: of any key outside `model`, or of model.loops. Raises ConfigError for an override of the mechanism.
-    """
-    refused = [
-        override
-        for override in overrides
-        if override.lstrip("+~").startswith(("model=", "model.", "model/")) and not override.startswith("model.loops=")
-    ]
-    if refused:
-        raise ConfigError([f"{override}: --overhead covers every mechanism; leave it out" for override in refused])
-    names = [name for name in mechanisms(config_dir) if name != "vanilla"]
-    costs = {}
-    for name in track(names, "mechanisms", console=stderr_console(), transient=True):
-        config = compose_anywhere([*overrides, f"model={name}"], config_dir)
-        costs[name] = asdict(overhead(build_model(config, "meta")))
-    if as_json:
-        print(json.dumps(costs, indent=1))
-        return
-    title = f"Overhead over vanilla, size {config.size.name}\n"
-    columns = (
-        Column("mechanism", min_width=max(map(len, names))),
-        *_right(*overhead_texts(costs[names[0]]), no_wrap=True),
-    )
-    table = Table(*columns, title=title, box=None, padding=(0, 2, 0, 0), title_justify="left", title_style="bold")
-    for name in names:
-        table.add_row(name, *overhead_texts(costs[name]).values())
-    stdout_console().print(table)
 
 
 def summarize(config: Config, gpus: int) -> dict[str, Any]:
@@ -241,79 +187,5 @@ def recomputed_flops(model: Decoder, how: bool | int | str, sequence_length: int
     return (flops.forward - flops.head) * layers / passes
 
 
-def overhead(model: Decoder) -> Overhead:
-    """Return the overhead of a decoder; works on the meta device."""
-    with torch.device("meta"):
-        vanilla = Decoder(model.size, model.backbone, Residual, SelfAttention, model.loops)
-    attentions = [layer.attention for layer in model.layers]
-    reads = list(model.connections)[:-1]
-    flops = values = cached = 0.0
-    for attention, vanilla_layer in zip(attentions, vanilla.layers, strict=True):
-        # terms in the length cancel in the difference from vanilla
-        extra = attention.forward_flops(1, False) - vanilla_layer.attention.forward_flops(1, False)
-        flops += model.loops * (linear_flops(attention) - linear_flops(vanilla_layer.attention) + extra)
-        values += model.loops * attention.io_values()
-        if isinstance(attention, SelfAttention) and isinstance(vanilla_layer.attention, SelfAttention):
-            cached += model.loops * (attention.cache_values() - vanilla_layer.attention.cache_values())
-    for connection in reads:
-        flops += linear_flops(connection) + connection.cost.flops
-        values += connection.cost.io_values
-    retained = retained_states(model) * model.size.hidden_size + model.loops * sum(a.held_values() for a in attentions)
-    return Overhead(
-        parameters=count_parameters(model)["total"] - count_parameters(vanilla)["total"],
-        flops_per_token=round(flops),
-        io_bytes_per_token=round(BYTES_PER_VALUE * values),
-        prefill_bytes=round(PREFILL_TOKENS * BYTES_PER_VALUE * retained),
-        cache_bytes_per_token=round(BYTES_PER_VALUE * cached),
-    )
-
-
-@torch.no_grad()
-def retained_states(model: Decoder) -> float:
-    """Return the size of the largest state before a sublayer, in hidden states, minus that of a residual decoder.
-
-    It is measured by passing one token through the connections. What is read ahead and a pending write do not count.
-    """
-    hidden_btd = torch.empty(1, 1, model.size.hidden_size, device=next(model.parameters()).device)
-    connections = list(model.connections)[:-1]
-    state, largest = connections[0].open(hidden_btd), 0.0
-    for connection in connections:
-        largest = max(largest, sum(x.numel() for x in retained_tensors(state)) / hidden_btd.numel())
-        _, carry = connection.read(state)
-        # a new tensor, like the output of every sublayer
-        state = connection.write(state, torch.empty_like(hidden_btd), carry)
-    return largest - 1
-
-
-def retained_tensors(state: NamedTuple) -> list[Tensor]:
-    """Return the distinct tensors of a state, but not those of its fields `ahead` and `pending`."""
-    fields = [value for name, value in state._asdict().items() if name not in ("ahead", "pending")]
-    return list({id(x): x for x in tree_leaves(fields) if isinstance(x, Tensor)}.values())
-
-
-def overhead_texts(cost: dict[str, int]) -> dict[str, str]:
-    """Return the columns of an overhead as text."""
-    return {
-        "parameters": f"{cost['parameters']:,}",
-        "FLOPs/token": f"{cost['flops_per_token']:.2e}",
-        "I/O/token": _bytes_text(cost["io_bytes_per_token"]),
-        "128K prefill": f"{cost['prefill_bytes'] / 2**30:.1f} GiB",
-        "KV cache/token": _bytes_text(cost["cache_bytes_per_token"]) if cost["cache_bytes_per_token"] else "0",
-    }
-
-
-def _right(*names: str, no_wrap: bool = False) -> list[Column]:
-    return [Column(name, justify="right", no_wrap=no_wrap) for name in names]
-
-
 def _sizes(largest_sizes: dict[str, int | None]) -> list[str]:
     return [str(size or "none") for size in largest_sizes.values()]
-
-
-def _bytes_text(count: float) -> str:
-    if count < 0:
-        return f"-{_bytes_text(-count)}"
-    if count < 2**20:
-        return f"{count / 2**10:.0f} KiB"
-    # round halves up, as the papers do
-    return f"{math.floor(count / 2**20 * 100 + 0.5) / 100:.2f} MiB"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from depthlm.errors import UserError
 from depthlm.fields import key
 from depthlm.machine.environment import Device, usable_device
 from depthlm.model import Decoder
+from depthlm.model.attention.context import Cache
 from depthlm.streams import printable
 
 # what the tokenizer decodes an incomplete UTF-8 character to
@@ -46,9 +47,27 @@ class Generate:
     )
     seed: int = key(1, "seed of the sampling", minimum=0)
     batch_size: int = key(16, "prompts of a file per batch", minimum=1)
+    prefill_chunk: int | None = key(
+        None, "tokens of the prompts per forward pass, which limits memory; null: all at once", minimum=1
+    )
     precision: Literal["fp32", "bf16"] = key("fp32", "dtype of the computation")
     device: Device = key("auto", "auto: the GPU if there is one, else the CPU")
     trust: list[str] | None = key(None, "modules that may define the run's own mechanism")
+
+
+class Sampling(NamedTuple):
+    """How the next token is chosen.
+
+    temperature: 0 takes the most likely token; else the logits are divided by it before sampling.
+    top_k, top_p: sample only from the k most likely tokens, or from the fewest whose probabilities reach p
+        (arXiv 1904.09751).
+    generator: on the device of the tokens.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    generator: torch.Generator | None = None
 
 
 def generate(model: Decoder, tokens_bt: Tensor, max_new_tokens: int, **settings: Any) -> Tensor:
@@ -64,28 +83,31 @@ def stream(
     model: Decoder,
     tokens_bt: Tensor,
     max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
+    *,
     use_cache: bool = True,
     eos: int | None = None,
     padding_b: Tensor | None = None,
+    prefill_chunk: int | None = None,
+    **sampling: Any,
 ) -> Iterator[Tensor]:
     """Yield the tokens after the prompt one by one, [b, 1] each, until every row has ended, as inference tensors.
 
-    temperature: 0 takes the most likely token; else the logits are divided by it before sampling.
-    top_k, top_p: sample only from the k most likely tokens, or from the fewest whose probabilities reach p
-        (arXiv 1904.09751).
-    generator: on the device of the tokens. eos: a row ends after this token and is then filled with it.
+    eos: a row ends after this token and is then filled with it.
     padding_b: number of padding tokens on the left of each row; they do not affect the continuation.
-    Raises ValueError for an empty prompt, a negative temperature, top_k below 1 or top_p outside (0, 1].
+    prefill_chunk: as `chunk` of `prefill`; needs the cache.
+    sampling: the fields of `Sampling`.
+    Raises ValueError for an empty prompt, a negative temperature, top_k or prefill_chunk below 1, a chunk without a
+    cache, or top_p outside (0, 1].
     """
     start = tokens_bt.shape[1]
     if start == 0 or (padding_b is not None and bool((padding_b >= start).any())):
         raise ValueError("the prompt is empty: give at least one token")
+    settings = Sampling(**sampling)
+    temperature, top_k, top_p, _ = settings
     if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
         raise ValueError(f"temperature {temperature} >= 0, top_k {top_k} >= 1 and 0 < top_p {top_p} <= 1 must hold")
+    if prefill_chunk is not None and (prefill_chunk < 1 or not use_cache):
+        raise ValueError(f"prefill_chunk {prefill_chunk} >= 1 and use_cache must hold")
     cache = model.make_cache(start + max_new_tokens) if use_cache else None
     ended_b1 = torch.zeros_like(tokens_bt[:, :1], dtype=torch.bool)
     input_bt = tokens_bt
@@ -95,8 +117,8 @@ def stream(
             ends_bt = torch.arange(input_bt.shape[1], device=input_bt.device) < padding_b[:, None]
             if model.end_of_text is not None:
                 ends_bt = ends_bt | model.ends_of_documents(input_bt)
-        hidden_btd = model.hidden(input_bt, cache, ends_bt=ends_bt)
-        new_b1 = _choose(model.logits(hidden_btd[:, -1:])[:, 0].float(), temperature, top_k, top_p, generator)
+        logits_bv = prefill(model, input_bt, cache, prefill_chunk, ends_bt)
+        new_b1 = _choose(logits_bv.float(), settings)
         if eos is not None:
             new_b1 = new_b1.masked_fill(ended_b1, eos)
             ended_b1 = ended_b1 | (new_b1 == eos)
@@ -104,6 +126,22 @@ def stream(
         if eos is not None and bool(ended_b1.all()):
             return
         input_bt = new_b1 if use_cache else torch.cat((input_bt, new_b1), dim=1)
+
+
+def prefill(
+    model: Decoder, tokens_bt: Tensor, cache: Cache | None, chunk: int | None = None, ends_bt: Tensor | None = None
+) -> Tensor:
+    """Return logits_bv after the last token. The cache gets the keys and values, or states, of all tokens.
+
+    chunk: tokens per forward pass; None: all at once. The logits are the same, but activations, and what a mechanism
+        retains of each token beside the cache, exist for only one chunk at a time. Needs a cache.
+    ends_bt: as in `Decoder.forward`.
+    """
+    length = tokens_bt.shape[1]
+    for start in range(0, length, chunk or length):
+        part = slice(start, start + (chunk or length))
+        hidden_btd = model.hidden(tokens_bt[:, part], cache, ends_bt=None if ends_bt is None else ends_bt[:, part])
+    return model.logits(hidden_btd[:, -1:])[:, 0]
 
 
 def write_text(arguments: Generate) -> None:
@@ -146,9 +184,8 @@ def write_text(arguments: Generate) -> None:
                 print(json.dumps(continued, ensure_ascii=False), flush=True)
 
 
-def _choose(
-    logits_bv: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
-) -> Tensor:
+def _choose(logits_bv: Tensor, settings: Sampling) -> Tensor:
+    temperature, top_k, top_p, generator = settings
     if temperature == 0:
         return logits_bv.argmax(dim=-1, keepdim=True)
     sorted_bv, index_bv = (logits_bv / temperature).sort(dim=-1, descending=True)
@@ -180,12 +217,13 @@ def _continue(
         model,
         tokens_bt,
         max_new_tokens,
-        arguments.temperature,
-        arguments.top_k,
-        arguments.top_p,
-        generator,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        generator=generator,
         eos=tokenizer.end_of_text,
         padding_b=padding_b,
+        prefill_chunk=arguments.prefill_chunk,
     )
     rows: list[list[int]] = [[] for _ in encoded]
     for tokens_b1 in new:

@@ -15,6 +15,7 @@ alpha = softmax_j(w . n_j / sqrt(D)), with a query for each of q, k and v in som
 Shapes: s reads, n sources, b batch, t tokens, d hidden size, h heads, e their width.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -125,6 +126,8 @@ class AttentionResiduals(Connection):
         passes = 1 if mixing == "scalars" else 2
         self.cost = read_cost(size, self.num_sources, passes, self.num_inputs, self.normed)
         if is_static and window is None and heads == 1:
+            two_phase = two_phase_values(spec, size, self.block_size, self.num_inputs, self.normed)
+            self.cost = self.cost._replace(two_phase_values=two_phase)
             # the running sum still changes, so it cannot be read ahead
             self.read_ahead = ReadAhead(self, begin, self.extend, self.num_sources - (not self.begins_block))
         if mixing == "scalars":
@@ -278,6 +281,27 @@ def read_cost(size: Size, num_sources: int, passes: int = 2, num_reads: int = 1,
     """
     values = num_reads * (passes * num_sources + 1) + (2 if normed else 0)
     return Cost(2.0 * num_reads * passes * num_sources * size.hidden_size, float(size.hidden_size * values))
+
+
+def two_phase_values(
+    spec: SublayerSpec, size: Size, block_size: int, num_reads: int = 1, normed: bool = False
+) -> float:
+    """Return the activation values of a read in the two phases of inference (arXiv 2603.15031, Table 1, appendix B).
+
+    Blocks of S sublayers: the first phase makes all reads of a block over the N blocks, which costs each sublayer N/S,
+    and writes them. The second phase reads and writes three values and one. A read of its own for each of q, k and v
+    writes one value more, and reads and writes it in the second phase.
+
+    With a source per sublayer, phases have S = ceil(2L / 8) sublayers. Sublayer t of phase n reads its share of the
+    keys and values of the n S sources before the phase, and those of the t sources in it; both phases write. On average
+    this is N + S. normed: as in `read_cost`.
+    """
+    if block_size > 1:
+        in_hidden_states = math.ceil(2 * spec.num_layers / block_size) / block_size + 2 + 3 * num_reads
+    else:
+        phase, place = divmod(spec.sublayer, default_block_size(spec))
+        in_hidden_states = 2 * (phase + place + num_reads)
+    return float((in_hidden_states + (2 if normed else 0)) * size.hidden_size)
 
 
 def figure(alpha: Tensor, sources: str) -> Figure:

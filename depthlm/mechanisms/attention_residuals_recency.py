@@ -14,7 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from depthlm.mechanisms.attention_residuals import add_sources, begin, default_block_size, figure, read_cost
+from depthlm.mechanisms.attention_residuals import (
+    add_sources,
+    begin,
+    default_block_size,
+    figure,
+    read_cost,
+    two_phase_values,
+)
 from depthlm.model.connection import Connection, Inputs
 from depthlm.model.figures import Figure
 from depthlm.model.read_ahead import Partial, ReadAhead
@@ -54,6 +61,7 @@ class AttentionResidualsRecency(Connection):
         self.takes_snapshot = spec.kind == "mlp" and self.snapshots(spec.layer + 1) > snapshots
         self.num_sources = 2 + snapshots
         self.cost = read_cost(size, self.num_sources)
+        self.cost = self.cost._replace(two_phase_values=two_phase_values(spec, size, 2 * -(-self.block_size // 2)))
         # the running sum still changes, so it cannot be read ahead
         self.read_ahead = ReadAhead(self, begin, self.extend, num_fixed=self.num_sources - 1)
         self.query = nn.Parameter(torch.empty(size.hidden_size))

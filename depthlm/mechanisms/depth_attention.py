@@ -111,6 +111,13 @@ class DepthAttention(SelfAttention):
         about = "the weight of each source in the value of each layer (Figure 3 of arXiv 2606.05014)"
         return [Figure("weights", alpha, axes, about, "source layer (diagonal: the layer itself)", places=positions)]
 
+    def retained(self, depth: DepthKV) -> list[Tensor]:
+        if self.spec.loops > 1:
+            return super().retained(depth)
+        later = range(self.spec.layer, self.spec.num_layers)
+        read = {source for layer in later for source in self.source_layers(layer)}
+        return super().retained([depth[j] for j in sorted(read) if j < self.spec.layer])
+
     def num_mixed(self) -> float:
         """Return the number of values that this layer mixes, as a mean over the loops; 0 without sources."""
         inside = len(self.source_layers(self.spec.layer))

@@ -179,9 +179,13 @@ def stream_cost(n: int, d: int, maps_flops: float, mixes: bool = True) -> Cost:
     reads and writes n streams (2 n); the write of y reads it and n streams, and writes n streams (2 n + 1). These
     are 6 n + 2, less the 3 of a residual connection. With n = 4 this gives the total of Depth-Attention (appendix
     B.5), which has no breakdown. mixes: whether H_res is not the identity.
+
+    In Table 1 of Attention Residuals (arXiv 2603.15031), H_post^T y is written first (n D), and its sum with H_res X
+    reads both; maps are written and read: 8 n D + 2 D + 2 n^2 + 4 n.
     """
     flops = 2.0 * d * (2 * n + (n * n if mixes else 0)) + maps_flops
-    return Cost(flops, float(d * ((6 if mixes else 4) * n + 2 - 3)))
+    in_table_1 = float(d * ((8 if mixes else 6) * n + 2) + 4 * n + (2 * n * n if mixes else 0))
+    return Cost(flops, float(d * ((6 if mixes else 4) * n + 2 - 3)), in_table_1)
 
 
 def map_figures(maps: Maps | None) -> list[Figure]:

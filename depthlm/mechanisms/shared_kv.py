@@ -83,5 +83,9 @@ class SharedKV(SelfAttention):
         about = "the layer whose keys and values each layer attends to"
         return [Figure("source", self.q_proj.weight.new_ones(1), ("layer",), about, "layer", places=[self.source])]
 
+    def retained(self, depth: DepthKV) -> list[Tensor]:
+        # a layer with keys and values of its own follows the last one that reuses those before it
+        return super().retained(depth) if self.reuses else []
+
     def cache_values(self) -> float:
         return 0.0 if self.reuses else super().cache_values()

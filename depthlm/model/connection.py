@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from depthlm.model.figures import Figure
 from depthlm.model.read_ahead import ReadAhead
@@ -21,11 +22,14 @@ class Cost(NamedTuple):
     """What a connection costs per token in one forward pass, if each operation of its formula runs alone.
 
     flops: without those of its `nn.Linear` children. io_values: the activation values that it reads and writes beyond
-    those of the residual connection. Fused operators move fewer.
+    those of the residual connection. Fused operators move fewer. two_phase_values: in all, in inference, as in Table 1
+    of Attention Residuals (arXiv 2603.15031), where several reads share a pass over old sources; None: see
+    `Connection.two_phase_values`.
     """
 
     flops: float = 0.0
     io_values: float = 0.0
+    two_phase_values: float | None = None
 
 
 class Connection(nn.Module):
@@ -44,9 +48,9 @@ class Connection(nn.Module):
     it fast: reads made ahead for later sublayers, and a write that the next read performs. All other fields are
     those of the formula.
 
-    A subclass defines `read` and `write`, and those of the other six that it needs: `open`, `close`, `weights`,
-    `figures`, `diagnostics`, and `init_parameter` if it owns parameters (see `depthlm.model.parameters`). In
-    `__init__` it sets what it costs. It may also set `optimizer_settings` and `fp32_parameters` (see
+    A subclass defines `read` and `write`, and those of the other seven that it needs: `open`, `close`, `weights`,
+    `figures`, `diagnostics`, `retained`, and `init_parameter` if it owns parameters (see `depthlm.model.parameters`).
+    In `__init__` it sets what it costs. It may also set `optimizer_settings` and `fp32_parameters` (see
     `depthlm.model.parameters`).
 
     num_inputs: the number of inputs of `read`: 1, or 3 for q, k and v of an attention, each with its own norm.
@@ -106,6 +110,24 @@ class Connection(nn.Module):
     def close(self, state: State) -> Tensor:
         """Return the hidden state before the final norm. By default this is one more read."""
         return self.read(state)[0][0]
+
+    def retained(self, state: State) -> list[Tensor]:
+        """Return the distinct tensors of a state that this sublayer and later ones need.
+
+        They are in memory during a forward pass, and a pipeline sends them to the stage that begins with this sublayer.
+        By default these are all but those of the fields `ahead`, which every stage can compute, and `pending`, whose
+        write is performed first.
+        """
+        fields = [value for name, value in state._asdict().items() if name not in ("ahead", "pending")]
+        return list({id(x): x for x in tree_leaves(fields) if isinstance(x, Tensor)}.values())
+
+    def two_phase_values(self) -> float:
+        """Return the activation values per token that this connection reads and writes in inference.
+
+        Where `cost` does not say it, these are the three of the residual merge and its `io_values`: each read alone.
+        """
+        alone = 3.0 * self.size.hidden_size + self.cost.io_values
+        return alone if self.cost.two_phase_values is None else self.cost.two_phase_values
 
     def figures(self, state: State) -> Sequence[Figure]:
         """Return what `inspect` draws of the read of this state. By default these are weights [n, b, t] or [n]."""

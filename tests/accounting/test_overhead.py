@@ -12,7 +12,7 @@ import pytest
 import depthlm
 from depthlm.__main__ import main
 from depthlm.accounting import count_parameters, flops_per_token
-from depthlm.accounting.summary import Overhead, overhead
+from depthlm.accounting.overhead import PREFILL_CHUNK, Overhead, overhead
 from depthlm.config import mechanisms
 from depthlm.locations import REPOSITORY
 from depthlm.model import Decoder
@@ -50,6 +50,54 @@ def test_table_2_of_depth_attention(cost: Any, preset: str) -> None:
     assert costs.flops_per_token == pytest.approx(flops, rel=2e-3)
     assert costs.io_bytes_per_token == pytest.approx(io_bytes, rel=2e-3)
     assert costs.prefill_bytes / GIB == prefill
+    # in chunks, what is retained of one of them
+    assert costs.prefill_chunk_bytes * 128 * 1024 == costs.prefill_bytes * PREFILL_CHUNK
+
+
+def test_memory_of_a_prefill_in_chunks_of_attention_residuals(meta: Any) -> None:
+    """Section 4.2 of Attention Residuals: N T d elements, which are 15 GB at 128K tokens and 8 blocks.
+
+    The paper's 1.9 GB are an eighth of it on each of eight devices. A chunk of 16K tokens is an eighth as well.
+    """
+    # D is not in the paper: 8 blocks of 128K tokens in 16 bits are 15 GB at 7168
+    model = meta("model=attention_residuals", "size=micro", "size.num_layers=8", "size.hidden_size=7168")
+    costs = overhead(model, chunk=16 * 1024)
+    assert costs.prefill_bytes == 8 * 128 * 1024 * 7168 * 2
+    assert costs.prefill_bytes / 1e9 == pytest.approx(15, abs=0.05)
+    assert costs.prefill_chunk_bytes / 1e9 == pytest.approx(1.9, abs=0.05)
+    assert overhead(model, chunk=2**20).prefill_chunk_bytes == costs.prefill_bytes
+
+
+# Attention Residuals (arXiv 2603.15031), Table 1, in hidden states of d values: its L = 128 layers are our sublayers,
+# in N = 8 blocks of S = 16, and mHC has m = 4 streams. The maps of mHC are no hidden states.
+L, N, S, M = 128, 8, 16, 4
+TABLE_1 = {
+    "vanilla": (3, lambda d: 2 + 1),
+    "mhc": (34, lambda d: 8 * M + 2 + (2 * M * M + 4 * M) / d),
+    "attention_residuals_full": (24, lambda d: S + N),
+    "attention_residuals": (5.5, lambda d: N / S + 5),
+}
+
+
+@pytest.mark.parametrize("preset", TABLE_1)
+def test_table_1_of_attention_residuals(cost: Any, preset: str) -> None:
+    printed, formula = TABLE_1[preset]
+    for width in (64, 2048):
+        costs = cost(f"model={preset}", "size=micro", f"size.num_layers={L // 2}", f"size.hidden_size={width}")
+        assert costs.two_phase_io == pytest.approx(formula(width), rel=1e-12)
+        # the printed number leaves out the maps, which have 48 values
+        assert abs(costs.two_phase_io - printed) <= 48 / width + 1e-9
+
+
+def test_two_phases_of_other_mechanisms_are_their_reads_alone(cost: Any) -> None:
+    for preset, settings in (("denseformer", []), ("dca", []), ("depth_attention", []), ("moda", [])):
+        costs = cost(f"model={preset}", "size=3b", *settings)
+        assert costs.two_phase_io == pytest.approx(3 + costs.io_bytes_per_token / 2 / (96 * 2048), rel=1e-6)
+    # queries that depend on the token are not known before
+    dynamic = cost("model=attention_residuals", "model.connection.query=input_dependent", "size=3b")
+    assert dynamic.two_phase_io == pytest.approx(3 + (2 * 520 + 96) / 96)
+    # without H_res, its two passes over the streams are missing
+    assert cost("model=mhc_hunyuan_v4", "size=3b").two_phase_io == pytest.approx(6 * M + 2 + 4 * M / 2048)
 
 
 # sources summed over the sublayers of 48 layers, without the final read
@@ -167,8 +215,46 @@ def test_the_overhead_table_is_also_written_as_json(
     assert sorted([*table, "vanilla"]) == mechanisms()
     for row in table.values():
         assert row.keys() == {
-            "parameters", "flops_per_token", "io_bytes_per_token", "prefill_bytes", "cache_bytes_per_token"
+            "parameters", "flops_per_token", "io_bytes_per_token", "two_phase_io", "prefill_bytes",
+            "prefill_chunk_bytes", "cache_bytes_per_token"
         }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_overhead_table_and_the_page_count_io_in_two_phases_and_chunks_of_any_size(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["size=3b", "size.num_layers=64", "--overhead", "--io", "two_phase", "--chunk", "16384"]
+    monkeypatch.setattr(sys, "argv", ["depthlm", "summary", *arguments])
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    rows = {cells[0]: cells for cells in (re.split(" {2,}", line.strip()) for line in lines)}
+    assert rows["mechanism"][3:6] == ["I/O/sublayer", "128K prefill", "in chunks of 16,384"]
+    expected = {"vanilla": "3.0 D", "attention_residuals": "5.5 D", "attention_residuals_full": "24.0 D"}
+    assert {name: rows[name][3] for name in expected} == expected
+    page = (REPOSITORY / "docs/mechanisms.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \| ([\d.]+ D) \|$", page, re.MULTILINE)
+    assert {*expected} < {name for name, _ in listed}
+    assert all(rows[name][3] == text for name, text in listed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--io", "two_phase"], "options of --overhead"),
+        (["--chunk", "16"], "options of --overhead"),
+        (["--overhead", "--chunk", "0"], "must be at least 1"),
+        (["--overhead", "--pipeline", "P=2", "V=2"], "not allowed with"),
+    ],
+)
+def test_options_of_the_overhead_are_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["depthlm", "summary", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("override", ["model=moda", "model/attention=moda", "model.connection.block_size=2"])

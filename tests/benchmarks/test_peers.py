@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from depthlm.locations import REPOSITORY
+from benchmarks import peers
+from depthlm.locations import CONF, REPOSITORY
 
 RESULTS = REPOSITORY / "benchmarks/results"
-# plain PyTorch in place of Liger-Kernel, which the tests do not install
+# plain PyTorch in place of Liger-Kernel and the operator of MoDA's authors, which the tests do not install
 ATTN_RES = """
 import torch.nn.functional as F
 
@@ -49,15 +51,34 @@ class LigerMHCPreFunction:
 """
 
 
+# in their layout: the queries of a group are positions of one head, the entries of a position follow one another
+MODA = """
+import torch
+
+def naive_mixture_of_depth_causal_ref(q, k, v, depth_k, depth_v, moda_group_num):
+    t, scale = k.shape[1], k.shape[-1] ** -0.5
+    place_q = torch.arange(q.shape[1]) // moda_group_num
+    sequence = torch.einsum("bqhe,bshe->bhqs", q, k).masked_fill(torch.arange(t) > place_q[:, None], -torch.inf)
+    depth_k, depth_v = (x.unflatten(1, (t, -1))[:, place_q] for x in (depth_k, depth_v))
+    depth = torch.einsum("bqhe,bqnhe->bhqn", q, depth_k)
+    p = (scale * torch.cat((sequence, depth), -1)).softmax(-1)
+    of_depth = torch.einsum("bhqn,bqnhe->bqhe", p[..., t:], depth_v)
+    return torch.einsum("bhqs,bshe->bqhe", p[..., :t], v) + of_depth, None
+"""
+
+
 def compare(folder: Path, *arguments: str, attn_res: str = ATTN_RES) -> tuple[subprocess.CompletedProcess[str], Any]:
-    """Run the comparison with the stand-in for Liger-Kernel; return the process and its results."""
+    """Run the comparison with the stand-ins for the peers; return the process and its results."""
     operators, output = folder / "liger_kernel/ops", folder / "peers.json"
     operators.mkdir(parents=True)
     (operators / "attn_res.py").write_text(attn_res)
     (operators / "mhc.py").write_text(MHC)
-    metadata = folder / "liger_kernel-0.0.dist-info/METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text("Name: liger-kernel\nVersion: 0.0\n")
+    (folder / "fla/ops/moda").mkdir(parents=True)
+    (folder / "fla/ops/moda/__init__.py").write_text(MODA)
+    for package in ("liger-kernel", "flash-linear-attention"):
+        metadata = folder / f"{package.replace('-', '_')}-0.0.dist-info/METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Name: {package}\nVersion: 0.0\n")
     command = [sys.executable, "benchmarks/peers.py", *arguments, "--output", str(output)]
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}"}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
@@ -71,15 +92,16 @@ def test_our_operators_equal_plain_definitions(tmp_path: Path) -> None:
     assert [(x["operator"], x["by"], x["passed"]) for x in results["lines"]] == [
         ("attention_residuals", "liger", True),
         ("mhc", "liger", True),
+        ("moda", "moda", True),
     ]
-    assert results["peers"] == {"liger": "0.0"}
+    assert results["peers"] == {"liger": "0.0", "moda": "0.0"}
 
 
 def test_a_difference_fails_the_comparison(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     done, results = compare(tmp_path, "--check", attn_res=ATTN_RES.replace("softmax(0)", "sigmoid()"))
     assert done.returncode == 1
-    assert [x["passed"] for x in results["lines"]] == [False, True]
+    assert [x["passed"] for x in results["lines"]] == [False, True, True]
 
 
 @pytest.mark.slow
@@ -87,7 +109,13 @@ def test_times_are_compared(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     done, results = compare(tmp_path, "--time", "--tiny")
     assert done.returncode == 0, done.stderr
-    assert [(x["by"], x["ours_is_faster_by"] > 0) for x in results["lines"]] == [("ours", True), ("liger", True)] * 2
+    contenders = [("ours", True), ("liger", True), ("ours", True), ("liger", True), ("ours", True), ("moda", True)]
+    assert [(x["by"], x["ours_is_faster_by"] > 0) for x in results["lines"]] == contenders
+
+
+def test_the_widths_are_those_of_the_sizes() -> None:
+    for size, width in peers.SIZES.items():
+        assert width == yaml.safe_load((CONF / f"size/{size}.yaml").read_text())["hidden_size"]
 
 
 def test_without_a_peer_the_command_says_what_to_install() -> None:

@@ -31,6 +31,8 @@ SCRIPTS = {
     "slurm/submit.py": "submit",
 }
 SCHEMAS = {"evaluate": Evaluate, "generate": Generate, "export": ExportArguments, "inspect": Inspect}
+# values of an option
+VALUES = {"--io": 1, "--chunk": 1, "--pipeline": 2}
 # the directory of a run that the reader has trained
 OF_A_RUN = ("run=", "fork_from=", "init_from=")
 
@@ -51,6 +53,19 @@ def commands(name: str) -> Iterator[tuple[str, list[str]]]:
                     break
 
 
+def without_options(arguments: list[str]) -> list[str]:
+    """Return the arguments without options and their values."""
+    remaining, skipped = [], 0
+    for word in arguments:
+        if word.startswith("--"):
+            skipped = VALUES.get(word, 0)
+        elif skipped:
+            skipped -= 1
+        else:
+            remaining.append(word)
+    return remaining
+
+
 def check(command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Raise an error if a command would not accept its arguments."""
     if command in SCHEMAS:
@@ -69,7 +84,7 @@ def check(command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
             COMMANDS[command](["--help"], f"depthlm {command}")
         options = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
         assert {word for word in arguments if word.startswith("--")} <= options
-        arguments = [word for word in arguments if not word.startswith("--")]
+        arguments = without_options(arguments)
     if command == "runs":
         read_filters(arguments)
         return

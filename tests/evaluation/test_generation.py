@@ -95,14 +95,14 @@ def test_a_prompt_is_printed_and_continued(trained: Path, capsys: pytest.Capture
     assert capsys.readouterr().out == "the depth of" + greedy(trained, "the depth of", 20) + "\n"
 
 
-def test_the_batch_does_not_affect_the_continuation_of_a_prompt(
+def test_neither_the_batch_nor_chunks_of_the_prefill_affect_the_continuation_of_a_prompt(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompts.txt").write_text("\n".join(LINES) + "\n\n")
-    for batch_size in (1, 2):
+    for batch_size, chunk in ((1, "null"), (2, "null"), (2, "3")):
         write(
             f"run={trained}", f"prompts={tmp_path / 'prompts.txt'}", "max_new_tokens=12", "temperature=0",
-            f"batch_size={batch_size}",
+            f"batch_size={batch_size}", f"prefill_chunk={chunk}",
         )  # fmt: skip
         found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert found == [{"prompt": line, "text": greedy(trained, line, 12)} for line in LINES]

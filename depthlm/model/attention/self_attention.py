@@ -132,6 +132,13 @@ class SelfAttention(nn.Module):
         """Return what `inspect` draws of `attend` with these arguments."""
         return []
 
+    def retained(self, depth: DepthKV) -> list[Tensor]:
+        """Return the tensors of the depth list before this layer that it or a later layer reads.
+
+        A pipeline sends them to the stage that begins with this layer. By default these are all tensors of the list.
+        """
+        return [x for entry in depth for x in entry]
+
     def forward_flops(self, length: float, causal: bool) -> float:
         """Return the FLOPs per token beyond the `nn.Linear` children: scores and weighted sum, halved when causal.
 

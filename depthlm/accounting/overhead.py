@@ -1,0 +1,177 @@
+"""What every mechanism adds to vanilla, counted as in the papers: `python -m depthlm summary --overhead`.
+
+Vanilla has the same size and backbone. The decoders are on the device `meta`, so nothing is allocated.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.progress import track
+from rich.table import Column, Table
+
+from depthlm.accounting.cost import count_parameters, linear_flops
+from depthlm.build import build_model
+from depthlm.config import ConfigError, compose_anywhere, mechanisms
+from depthlm.console import stderr_console, stdout_console
+from depthlm.mechanisms.residual import Residual
+from depthlm.model import Decoder
+from depthlm.model.attention.self_attention import SelfAttention
+
+PREFILL_TOKENS = 128 * 1024
+# tokens per forward pass of a prefill in chunks
+PREFILL_CHUNK = 2048
+BYTES_PER_VALUE = 2
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """The columns of Table 2 of Depth-Attention (arXiv 2606.05014, appendix B), and more.
+
+    flops_per_token: of one forward pass. io_bytes_per_token: activations read and written, in 16 bits. two_phase_io:
+    all activations that the depth mechanism reads and writes in inference, in hidden states per token and sublayer, of
+    which a residual connection has 3 (Attention Residuals, arXiv 2603.15031, Table 1). prefill_bytes: memory in
+    addition to the KV cache while 128K tokens are prefilled at once, in 16 bits. prefill_chunk_bytes: the same in
+    chunks, of which only one is in memory. As in Depth-Attention, the read before the final norm does not count.
+    cache_bytes_per_token: of the KV cache in 16 bits, less where layers share it.
+    """
+
+    parameters: int
+    flops_per_token: int
+    io_bytes_per_token: int
+    two_phase_io: float
+    prefill_bytes: int
+    prefill_chunk_bytes: int
+    cache_bytes_per_token: int
+
+
+def print_overhead(
+    overrides: Sequence[str],
+    config_dir: str | Path | None,
+    as_json: bool,
+    two_phase: bool = False,
+    chunk: int = PREFILL_CHUNK,
+) -> None:
+    """Print the overhead of every mechanism of conf/model (Depth-Attention, Table 2), as a table or as JSON.
+
+    overrides: see `decoders`. two_phase: print `two_phase_io` in place of the bytes, and also of vanilla.
+    chunk: tokens per forward pass of a prefill in chunks.
+    """
+    costs, size = {}, ""
+    for name, model in decoders(overrides, config_dir):
+        if name != "vanilla" or two_phase:
+            costs[name], size = asdict(overhead(model, chunk)), model.size.name
+    if as_json:
+        print(json.dumps(costs, indent=1))
+        return
+    rows = {name: overhead_texts(cost, two_phase, chunk) for name, cost in costs.items()}
+    print_table(f"Overhead over vanilla, size {size}\n", rows)
+
+
+def decoders(overrides: Sequence[str], config_dir: str | Path | None) -> Iterator[tuple[str, Decoder]]:
+    """Yield every mechanism of conf/model and its decoder on the device `meta`.
+
+    overrides: of any key outside `model`, or of model.loops. Raises ConfigError for an override of the mechanism.
+    """
+    refused = [
+        override
+        for override in overrides
+        if override.lstrip("+~").startswith(("model=", "model.", "model/")) and not override.startswith("model.loops=")
+    ]
+    if refused:
+        raise ConfigError([f"{override}: every mechanism is covered; leave it out" for override in refused])
+    for name in track(mechanisms(config_dir), "mechanisms", console=stderr_console(), transient=True):
+        yield name, build_model(compose_anywhere([*overrides, f"model={name}"], config_dir), "meta")
+
+
+def overhead(model: Decoder, chunk: int = PREFILL_CHUNK) -> Overhead:
+    """Return the overhead of a decoder; works on the meta device. chunk: of a prefill in chunks, in tokens."""
+    with torch.device("meta"):
+        vanilla = Decoder(model.size, model.backbone, Residual, SelfAttention, model.loops)
+    attentions = [layer.attention for layer in model.layers]
+    reads = list(model.connections)[:-1]
+    flops = values = two_phase = cached = 0.0
+    for attention, vanilla_layer in zip(attentions, vanilla.layers, strict=True):
+        # terms in the length cancel in the difference from vanilla
+        extra = attention.forward_flops(1, False) - vanilla_layer.attention.forward_flops(1, False)
+        flops += model.loops * (linear_flops(attention) - linear_flops(vanilla_layer.attention) + extra)
+        values += model.loops * attention.io_values()
+        two_phase += model.loops * attention.io_values()
+        if isinstance(attention, SelfAttention) and isinstance(vanilla_layer.attention, SelfAttention):
+            cached += model.loops * (attention.cache_values() - vanilla_layer.attention.cache_values())
+    for connection in reads:
+        flops += linear_flops(connection) + connection.cost.flops
+        values += connection.cost.io_values
+        two_phase += connection.two_phase_values()
+    retained = retained_states(model) * model.size.hidden_size + model.loops * sum(a.held_values() for a in attentions)
+    retained_bytes = BYTES_PER_VALUE * retained
+    return Overhead(
+        parameters=count_parameters(model)["total"] - count_parameters(vanilla)["total"],
+        flops_per_token=round(flops),
+        io_bytes_per_token=round(BYTES_PER_VALUE * values),
+        two_phase_io=two_phase / (model.size.hidden_size * len(reads)),
+        prefill_bytes=round(PREFILL_TOKENS * retained_bytes),
+        prefill_chunk_bytes=round(min(chunk, PREFILL_TOKENS) * retained_bytes),
+        cache_bytes_per_token=round(BYTES_PER_VALUE * cached),
+    )
+
+
+@torch.no_grad()
+def retained_states(model: Decoder) -> float:
+    """Return the size of the largest state before a sublayer, in hidden states, minus that of a residual decoder.
+
+    It is measured by passing one token through the connections (`Connection.retained`).
+    """
+    hidden_btd = torch.empty(1, 1, model.size.hidden_size, device=next(model.parameters()).device)
+    connections = list(model.connections)[:-1]
+    state, largest = connections[0].open(hidden_btd), 0.0
+    for connection in connections:
+        largest = max(largest, sum(x.numel() for x in connection.retained(state)) / hidden_btd.numel())
+        _, carry = connection.read(state)
+        # a new tensor, like the output of every sublayer
+        state = connection.write(state, torch.empty_like(hidden_btd), carry)
+    return largest - 1
+
+
+def overhead_texts(cost: dict[str, float], two_phase: bool = False, chunk: int = PREFILL_CHUNK) -> dict[str, str]:
+    """Return the columns of an overhead as text. two_phase, chunk: as in `print_overhead`."""
+    io = {"I/O/token": size_text(cost["io_bytes_per_token"])}
+    if two_phase:
+        io = {"I/O/sublayer": f"{cost['two_phase_io']:.1f} D"}
+    return {
+        "parameters": f"{cost['parameters']:,}",
+        "FLOPs/token": f"{cost['flops_per_token']:.2e}",
+        **io,
+        "128K prefill": f"{cost['prefill_bytes'] / 2**30:.1f} GiB",
+        f"in chunks of {chunk:,}": f"{cost['prefill_chunk_bytes'] / 2**20:,.0f} MiB",
+        "KV cache/token": size_text(cost["cache_bytes_per_token"]) if cost["cache_bytes_per_token"] else "0",
+    }
+
+
+def print_table(title: str, rows: dict[str, dict[str, str]]) -> None:
+    """Print a row of texts, which have the same columns, for each mechanism."""
+    columns = right_columns(*next(iter(rows.values())), no_wrap=True)
+    first = Column("mechanism", min_width=max(map(len, rows)))
+    settings = {"title_justify": "left", "title_style": "bold"}
+    table = Table(first, *columns, title=title, box=None, padding=(0, 2, 0, 0), **settings)  # type: ignore[arg-type]
+    for name, texts in rows.items():
+        table.add_row(name, *texts.values())
+    stdout_console().print(table)
+
+
+def right_columns(*names: str, no_wrap: bool = False) -> list[Column]:
+    """Return columns that are aligned to the right."""
+    return [Column(name, justify="right", no_wrap=no_wrap) for name in names]
+
+
+def size_text(count: float) -> str:
+    """Return bytes in KiB or MiB."""
+    if count < 0:
+        return f"-{size_text(-count)}"
+    if count < 2**20:
+        return f"{count / 2**10:.0f} KiB"
+    # round halves up, as the papers do
+    return f"{math.floor(count / 2**20 * 100 + 0.5) / 100:.2f} MiB"

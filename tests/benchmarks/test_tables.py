@@ -1,0 +1,57 @@
+"""The papers' tables in benchmarks/tables: their rows are models, and their numbers consistent with the papers'."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks import kernels, mechanisms
+from benchmarks.shared.operators import read_table
+from depthlm.locations import CONF
+
+# Depth-Attention (arXiv 2606.05014), Table 3
+OVERHEADS = {
+    "1.5b": {"Depth-Attention": 0.091, "DenseFormer": 0.506, "Attention Residuals": 0.478, "mHC": 3.21},
+    "3b": {"Depth-Attention": 0.112, "DenseFormer": 0.479, "Attention Residuals": 0.751, "mHC": 3.08},
+}
+
+
+@pytest.mark.parametrize("size", OVERHEADS)
+def test_step_times_are_those_of_the_variants_in_the_experiment(size: str) -> None:
+    overrides, overheads = mechanisms.read_table(f"depth_attention_step_{size}")
+    assert f"size={size}" in overrides
+    points = yaml.safe_load((CONF / "experiment/depth_attention/main.yaml").read_text())["experiment"]["points"]
+    settings = {"label", "task", "size", "paper", "model"}
+    variants = {
+        point["label"]: " ".join([point["model"], *(f"{k}={v}" for k, v in point.items() if k not in settings)])
+        for point in points
+        if point["size"] == size and point["model"] != "vanilla"
+    }
+    assert {*overheads} == {*variants.values()}
+    for label, printed in OVERHEADS[size].items():
+        # the paper rounds seconds and overheads
+        assert overheads[variants[label]] == pytest.approx(printed, abs=0.01)
+
+
+def test_modas_ablation_is_one_shape_in_four_layouts() -> None:
+    rows = read_table("moda_ablation")
+    assert {shape for _, shape in rows} == {kernels.Shape(1, 1024, 4096, 0, 64, 8, 64, 64)}
+    assert all(row["num_heads"] == row["groups"] * row["num_kv_heads"] for row, _ in rows)
+    times = [row["milliseconds"] for row, _ in rows]
+    # the paper: about 162.5 times, 52.0% less, 4.31 times, and about 1458 times in all
+    assert times[0] / times[1] == pytest.approx(162.5, abs=0.05)
+    assert 1 - times[2] / times[1] == pytest.approx(0.52, abs=5e-4)
+    assert times[2] / times[3] == pytest.approx(4.31, abs=5e-3)
+    assert times[0] / times[3] == pytest.approx(1458, abs=0.5)
+
+
+def test_the_kernel_benchmark_reads_the_ablation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command = ["kernels.py", "--table", "moda_ablation", "--divide", "64", "--rounds", "1", "--threads", "1"]
+    monkeypatch.setattr(sys, "argv", [*command, "--output", str(tmp_path / "results.json")])
+    assert kernels.main() == 0
+    text = capsys.readouterr().out
+    assert "| T 16, G 1, 1 entries |" in text
+    assert "naive PyTorch: 2128.9; flash: 13.102; flash and chunks: 6.286; flash, chunks and groups: 1.46 |" in text
