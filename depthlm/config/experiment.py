@@ -50,8 +50,10 @@ class Experiment:
         "bars: one per point; scaling: the fit L = a C^b of each series; lines: along x; heatmap: over x and y, one "
         "per series",
     )
-    curves: list[Literal["steps", "tokens", "time"]] = key(
-        [], "x axes over which the report draws the validation perplexity of all points; time is training time"
+    curves: list[Literal["steps", "tokens", "time", "depth"]] = key(
+        [],
+        "x axes over which the report draws the validation perplexity of all points, time being training time; depth: "
+        "the size of each sublayer's output and gradient at the end, which needs training.log_blocks_every",
     )
     pictures: list[str] = key([], "pictures of `python -m depthlm inspect` that the report shows, such as dca_b")
     series: str = key("model", "setting that distinguishes the curves")

@@ -14,6 +14,7 @@ from depthlm.report.figures.charts import draw_bars, draw_lines
 from depthlm.report.figures.heatmap import draw_heatmap
 from depthlm.report.figures.loss_curves import draw_loss_curves, panels_of
 from depthlm.report.figures.scaling import draw_scaling
+from depthlm.report.figures.sublayer_norms import draw_sublayer_norms
 from depthlm.report.figures.validation_curves import draw_validation_curves
 from depthlm.report.rows import Row, number, paper
 from depthlm.report.scaling_laws import curves, fit_table, remarks, savings, savings_table
@@ -60,6 +61,10 @@ def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:
         notes = FIGURES[sweep.experiment.figure](sweep, folder / name)
         parts.append(picture("Figure", folder, name, notes))
     for over in sweep.experiment.curves:
+        if over == "depth":
+            notes = draw_sublayer_norms(sweep, folder / "sublayer_norms.png")
+            parts.append(picture("Sublayers over depth", folder, "sublayer_norms.png", notes))
+            continue
         name = f"perplexity_over_{over}.png"
         notes = draw_validation_curves(sweep, over, folder / name)
         parts.append(picture(f"Validation perplexity over {over}", folder, name, notes))
