@@ -4,7 +4,7 @@ It is given as the protocol in words, the overrides that compose it, and the com
 """
 
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from depthlm.config.schema import Config, run_steps
 from depthlm.counts import count_text, parse_count
 from depthlm.errors import UserError
 from depthlm.locations import CONF, command
+from depthlm.optimizers import Optimizer
 
 # groups whose option has the name in the configuration; the keys of the others are given one by one
 GROUPS = ("model", "backbone", "size", "data", "optimizer", "schedule", "precision")
@@ -46,19 +47,31 @@ def protocol_texts(config: Config) -> dict[str, str]:
     floor = "" if schedule.name in ("constant", "inverse_sqrt") else f", down to {schedule.min_lr_ratio:g} of the peak"
     return {
         "size": config.size.name,
-        "backbone": config.backbone.name,
-        "data": f"{config.data.name}, tokenizer {config.data.tokenizer}",
+        "backbone": config.backbone.name
+        + (f", dropout {config.backbone.dropout:g}" if config.backbone.dropout else "")
+        + (f", initial values {config.backbone.init}" if config.backbone.init != "normal" else ""),
+        "data": f"{config.data.name}, tokenizer {config.data.tokenizer}"
+        + (", attention inside documents" if config.data.document_mask else ""),
         "tokens": f"{training.max_epochs} epochs" if steps is None else count_text(steps * batch),
         "steps": f"{training.max_epochs} epochs" if steps is None else f"{steps:,}",
         "batch": f"{training.batch_size:,} sequences of {training.sequence_length:,} = {count_text(batch)} tokens",
         "optimizer": optimizer.name
         + (f", betas {betas}" if "betas" in used else "")
-        + f", weight decay {optimizer.weight_decay:g}, gradient clipping {training.gradient_clipping:g}",
-        "peak learning rate": f"{optimizer.lr:.4g}",
+        + f", weight decay {optimizer.weight_decay:g}{_of_groups(optimizer, 'weight_decay', None)}"
+        + f", gradient clipping {training.gradient_clipping:g}",
+        "peak learning rate": f"{optimizer.lr:.4g}{_of_groups(optimizer, 'lr_scale', 1.0)}",
         "schedule": f"{schedule.name}, {warmup}{floor}",
         "precision": config.precision.name,
         "budget": config.budget.name,
     }
+
+
+def _of_groups(optimizer: Optimizer, name: str, default: float | None) -> str:
+    """Return the groups with another value than the default, as in ` (vector: 0.1)`."""
+    values = {entry.name: getattr(getattr(optimizer.groups, entry.name), name) for entry in fields(optimizer.groups)}
+    sign = "times " if name == "lr_scale" else ""
+    texts = [f"{group}: {sign}{value:g}" for group, value in values.items() if value != default]
+    return f" ({', '.join(texts)})" if texts else ""
 
 
 def train_overrides(config: Config) -> list[str] | None:
