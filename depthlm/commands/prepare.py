@@ -24,6 +24,26 @@ from depthlm.data.preparation.parts import Part
 
 def main(arguments: list[str], program: str) -> None:
     """Prepare the token files, or verify the hash of each; then print the folders and their contents."""
+    options = read_options(arguments, program)
+    if options.import_tokens:
+        return import_ids(options)
+    data = compose(options.overrides, options.config_dir).data
+    folders = token_folders(data) if options.verify else prepare(data, only=options.only, part=options.part)
+    folders = {name: folder for name, folder in folders.items() if not options.only or name in options.only}
+    if options.part is not None:
+        # folders whose other parts are missing are not complete
+        folders = {name: folder for name, folder in folders.items() if Manifest.exists(folder)}
+    if options.verify:
+        verify_all(list(folders.values()))
+    console = stdout_console()
+    if folders:
+        console.print(table(folders))
+    for folder in folders.values():
+        console.print(notes(folder), soft_wrap=True)
+
+
+def read_options(arguments: list[str], program: str) -> argparse.Namespace:
+    """Return the arguments of the command. Raises SystemExit with code 2 for those that it does not take."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=program, description=__doc__, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
@@ -58,22 +78,9 @@ def main(arguments: list[str], program: str) -> None:
     if options.import_tokens:
         if options.overrides or not options.tokenizer or not options.to:
             parser.error("--import-tokens needs --tokenizer and --to, and takes no overrides")
-        return import_ids(options)
-    if options.tokenizer or options.to or options.dtype or options.end_of_text:
+    elif options.tokenizer or options.to or options.dtype or options.end_of_text:
         parser.error("--tokenizer, --to, --dtype and --end-of-text need --import-tokens")
-    data = compose(options.overrides, options.config_dir).data
-    folders = token_folders(data) if options.verify else prepare(data, only=options.only, part=options.part)
-    folders = {name: folder for name, folder in folders.items() if not options.only or name in options.only}
-    if options.part is not None:
-        # folders whose other parts are missing are not complete
-        folders = {name: folder for name, folder in folders.items() if Manifest.exists(folder)}
-    if options.verify:
-        verify_all(list(folders.values()))
-    console = stdout_console()
-    if folders:
-        console.print(table(folders))
-    for folder in folders.values():
-        console.print(notes(folder), soft_wrap=True)
+    return options
 
 
 def import_ids(options: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from depthlm.__main__ import COMMANDS
+from depthlm.commands.prepare import read_options
 from depthlm.commands.train import read_command_line
 from depthlm.config import compose_anywhere
 from depthlm.config.arguments import read_arguments
@@ -70,6 +71,9 @@ def check(command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
     """Raise an error if a command would not accept its arguments."""
     if command in SCHEMAS:
         read_arguments(SCHEMAS[command], arguments)
+        return
+    if "--import-tokens" in arguments:
+        assert read_options(arguments, command).import_tokens
         return
     is_sweep = command in ("submit", "report")
     if command == "train":
