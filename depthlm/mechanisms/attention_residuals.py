@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthlm.model.connection import Connection, Cost, Inputs
@@ -58,7 +59,8 @@ class AttentionResiduals(Connection):
         embedding as it is and has no parameters.
     scale: whether the scores are divided by sqrt(D).
     window: read only the embedding and so many of the newest sources; None: all.
-    heads: slices of D, each with a softmax of its own over its slice of the query and of RMSNorm(b_j); divides D.
+    heads: slices of D, each with a softmax of its own over its slice of the query and of RMSNorm(b_j). Each has
+        ceil(D / heads) dimensions, but the last ones fewer if heads does not divide D.
     separate_qkv: attentions whose q, k and v have a query, and so an input, of their own: None: none, k: those of every
         k-th layer, or a list of layers. In a looped decoder, these are unrolled layers.
     """
@@ -103,11 +105,8 @@ class AttentionResiduals(Connection):
             )
         if scale and mixing == "scalars":
             raise ValueError("scale=true: mixing=scalars has no scores")
-        if heads > 1 and (size.hidden_size % heads or mixing == "scalars" or values == "normed" or separate_qkv):
-            raise ValueError(
-                f"heads={heads}: must divide size.hidden_size={size.hidden_size}, with values=raw and without "
-                "mixing=scalars and separate_qkv"
-            )
+        if heads > 1 and (mixing == "scalars" or values == "normed" or separate_qkv is not None):
+            raise ValueError(f"heads={heads}: needs values=raw, and neither mixing=scalars nor separate_qkv")
         self.window, self.heads = window, heads
         self.block_size = block_size or default_block_size(spec)
         self.mixing = mixing
@@ -115,7 +114,7 @@ class AttentionResiduals(Connection):
         self.normed = values == "normed"
         # None if the operator does not normalize the keys
         self.eps = backbone.norm_eps if key_norm != "none" and not self.normed else None
-        self.factor = (size.hidden_size // heads) ** -0.5 if scale else 1.0
+        self.factor = math.ceil(size.hidden_size / heads) ** -0.5 if scale else 1.0
         blocks = -(-spec.sublayer // self.block_size)
         self.num_sources = 1 + (blocks if window is None else min(blocks, window))
         self.begins_block = spec.sublayer % self.block_size == 0
@@ -158,7 +157,8 @@ class AttentionResiduals(Connection):
             return h_sbtd.unbind(), ahead
         alphas = self.weights(state) if weights is None else weights
         if self.heads > 1:
-            return (weighted_sum(alphas[0], split(state.blocks, self.heads)).flatten(-2),), ()
+            h_btd = weighted_sum(alphas[0], split(state.blocks, self.heads)).flatten(-2)
+            return (h_btd[..., : self.size.hidden_size],), ()
         return tuple(weighted_sum(alpha, state.blocks) for alpha in alphas), ()
 
     def weights(self, state: State) -> list[Tensor]:
@@ -222,8 +222,9 @@ class Projection(nn.Linear):
 
 
 def split(sources: Sequence[Tensor], heads: int) -> list[Tensor]:
-    """Return x_bthe of each x_bt(he)."""
-    return [x.unflatten(-1, (heads, -1)) for x in sources]
+    """Return x_bthe of each x_btd, padded with zeros if heads does not divide d."""
+    padding = -sources[0].shape[-1] % heads
+    return [(F.pad(x, (0, padding)) if padding else x).unflatten(-1, (heads, -1)) for x in sources]
 
 
 def default_block_size(spec: SublayerSpec) -> int:

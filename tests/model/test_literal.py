@@ -99,6 +99,7 @@ CONNECTION_SETTINGS = [
     ("attention_residuals", {"block_size": 3, "window": 1, "separate_qkv": 2}),
     ("attention_residuals", {"block_size": 2, "values": "normed", "window": 2}),
     ("attention_residuals", {"block_size": 3, "heads": 4}),
+    ("attention_residuals", {"block_size": 3, "heads": 7, "scale": True}),
     ("attention_residuals", {"heads": 2, "query": "input_dependent", "mixing": "sigmoid", "key_norm": "none"}),
     ("attention_residuals", {"block_size": 3, "values": "normed", "separate_qkv": [0, 1, 2, 3]}),
     ("attention_residuals", {"block_size": 2, "values": "normed", "query": "input_dependent", "mixing": "sigmoid"}),

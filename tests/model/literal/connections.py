@@ -78,7 +78,8 @@ def attention_residuals(
         if heads > 1:
             slices = []
             for part, *parts in zip(*(x.chunk(heads) for x in (w, *keys, *b)), strict=True):
-                scores = [torch.dot(part, key) for key in parts[: len(b)]]
+                factor = math.ceil(len(w) / heads) ** -0.5 if scale else 1
+                scores = [factor * torch.dot(part, key) for key in parts[: len(b)]]
                 alpha = softmax(scores) if mixing == "softmax" else [torch.sigmoid(score) for score in scores]
                 slices.append(weighted_sum(alpha, parts[len(b) :]))
             return [torch.cat(slices)]
