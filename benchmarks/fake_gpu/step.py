@@ -59,7 +59,7 @@ def rehearse(overrides: list[str], micro_batch_size: int, precision: str, compil
         offsets = torch.zeros(4 * micro_batch_size + 1, dtype=torch.int32, device="cuda")
         bounds = mock.patch.object(DocumentMask, "bounds", Bounds(offsets, tokens.shape[1] - 1))
         with bounds, counter, autocast, torch.autograd.graph.saved_tensors_hooks(counter.save, lambda x: x):
-            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss = model(tokens[:, :-1], tokens[:, 1:], seeds_b=tokens[:, 0].int())
         saved = sum(counter.held[key] for key in counter.saved - weights)
         counter.phase = "backward"
         with counter:

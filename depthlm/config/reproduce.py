@@ -27,6 +27,8 @@ from depthlm.optimizers import Optimizer
 GROUPS = ("model", "backbone", "size", "data", "optimizer", "schedule", "precision")
 # where files are, and what is applied to the values already
 IGNORED = ("data.path", "budget", "experiment", "model.name")
+# values of data.document_mask
+MASKS = {True: "attention inside documents", "bos": "attention inside documents that begin with the end-of-text token"}
 # keys that do not affect the preparation
 _UNUSED = {"num_workers", "shuffle_seed", "fraction", "document_mask", "max_repetitions", "pad_vocab_multiple"}
 
@@ -37,6 +39,7 @@ def protocol_texts(config: Config) -> dict[str, str]:
     from depthlm.optimizers.build import arguments
 
     training, optimizer, schedule = config.training, config.optimizer, config.schedule
+    longest = training.validation_document_tokens
     steps = run_steps(config)
     batch = training.batch_size * training.sequence_length
     if schedule.warmup_steps is not None:
@@ -49,9 +52,12 @@ def protocol_texts(config: Config) -> dict[str, str]:
         "size": config.size.name,
         "backbone": config.backbone.name
         + (f", dropout {config.backbone.dropout:g}" if config.backbone.dropout else "")
-        + (f", initial values {config.backbone.init}" if config.backbone.init != "normal" else ""),
+        + (f", initial values {config.backbone.init}" if config.backbone.init != "normal" else "")
+        + (f", biases of standard deviation {config.backbone.bias_init_std:g}" if config.backbone.bias_init_std else ""),
         "data": f"{config.data.name}, tokenizer {config.data.tokenizer}"
-        + (", attention inside documents" if config.data.document_mask else ""),
+        + (f", {MASKS[config.data.document_mask]}" if config.data.document_mask else "")
+        + (f", fewer than {most} repetitions of an n-gram" if (most := config.data.max_repetitions) else ""),
+        **({"validation": f"one document of up to {longest} tokens per row"} if longest else {}),
         "tokens": f"{training.max_epochs} epochs" if steps is None else count_text(steps * batch),
         "steps": f"{training.max_epochs} epochs" if steps is None else f"{steps:,}",
         "batch": f"{training.batch_size:,} sequences of {training.sequence_length:,} = {count_text(batch)} tokens",

@@ -29,7 +29,7 @@ class Batches(Dataset[torch.Tensor]):
     so the global batch is the same for any R and any micro_batch (sequences per forward pass; None: all of the rank's).
 
     train: the tokens of each source. weights: the share of each in the samples, relative to the others; None: equal.
-    max_repetitions: a sample in which an n-gram repeats so often is IGNORED in all positions; None: no sample is.
+    max_repetitions: a sample in which an n-gram repeats so often has no targets (`inputs_and_targets`); None: all have.
     Raises DataError where a source has fewer tokens than one window, or batch_size is not a multiple of
     ranks * micro_batch.
     """
@@ -72,7 +72,7 @@ class Batches(Dataset[torch.Tensor]):
         samples = [self.tokens[s].read(int(w) * length, length + 1) for s, w in zip(sources, windows, strict=True)]
         for sample in samples:
             if self.max_repetitions is not None and most_repetitions(sample) >= self.max_repetitions:
-                sample[:] = IGNORED
+                np.invert(sample, out=sample)
         return torch.from_numpy(np.stack(samples)).view(-1, self.micro_batch, length + 1)
 
     def samples(
@@ -140,6 +140,12 @@ def loader(
             f"data.num_workers={num_workers}: the workers cannot be started ({error}); their locks are in /dev/shm, so "
             "make room there, or give data.num_workers=0"
         ) from None
+
+
+def inputs_and_targets(tokens_bt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs_bt and targets_bt of samples [b, T + 1]. Samples without targets have the complements of tokens."""
+    ignored_bt = tokens_bt < 0
+    return torch.where(ignored_bt, ~tokens_bt, tokens_bt)[:, :-1], tokens_bt.masked_fill(ignored_bt, IGNORED)[:, 1:]
 
 
 def most_repetitions(tokens: NDArray[np.int64]) -> int:

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import StrictBool
-
 from depthlm.counts import Count
 from depthlm.fields import key
 
@@ -100,15 +98,15 @@ class Data(Source):
         0.05, "share of the documents used for validation, chosen by a hash of their names", above=0, maximum=0.5
     )
     shuffle_seed: int | None = key(None, "seed of the order of the samples; null: the seed of the run", minimum=0)
-    document_mask: StrictBool | Literal["bos"] = key(
+    document_mask: Literal[False, True, "bos"] = key(
         False,
         "true: attention and positions do not cross document boundaries; bos: the same, and the end-of-text token "
-        "belongs to the document after it, whose first token is thus predicted without context",
+        "belongs to the document after it, whose first word is thus predicted from that token alone",
     )
     max_repetitions: int | None = key(
         None,
-        "a training sequence in which 1 to 13 tokens repeat this many times in a row gives no gradient, and its loss "
-        "counts as 0 (OLMo2: 32); null: all sequences are trained on",
+        "a training sequence in which 1 to 13 tokens repeat this many times in a row has no targets: its loss counts as "
+        "0, and only the routing of experts sees it (OLMo2: 32); null: all sequences are trained on",
         minimum=3,
     )
     on_bad_document: Literal["error", "skip"] = key(

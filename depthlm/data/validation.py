@@ -55,7 +55,7 @@ def validation_batches(
     else:
         begins, ends = _documents(tokens, total, documents)
         powers = np.ceil(np.log2(np.maximum(ends - begins, NARROWEST))).astype(int)
-        # few widths, since a compiled model is compiled for each
+        # rows of similar length come together, in few shapes
         widths = np.minimum(2**powers, documents.longest)
     for width in np.unique(widths).tolist():
         rows = np.stack((begins, ends), axis=1)[widths == width]

@@ -1,8 +1,8 @@
 """SiameseNorm (arXiv 2602.08064), a row of Table 5 of Attention Residuals (arXiv 2603.15031): two residual streams.
 
-    u <- Norm(u);  y = f(Norm(u + Norm(p)));  u <- u + y / sqrt(2 l);  p <- p + y      in layer l = 1, 2, ...
+    u <- Norm(u);  y = f(u + Norm(p));  u <- u + y / sqrt(2 l);  p <- p + y      in layer l = 1, 2, ...
 
-u is normalized again and again, as with post-norm, and p never, as with pre-norm. Both start as the embedding and get
+f has the norm of its input that a pre-norm backbone gives it. u is normalized again and again, as with post-norm, and p never, as with pre-norm. Both start as the embedding and get
 the same outputs. The final hidden state is one more u + Norm(p). This is the form of the authors' models for images
 (github.com/Qwen-Applications/SiameseNorm, deit-model-siamesenorm.py).
 

@@ -77,8 +77,9 @@ class Backbone:
     mlp_bias: bool = key(False, "biases on the MLP's matrices")
     dropout: float = key(
         0.0,
-        "probability of a value to become zero in training: of the embedding with its positions, of attention weights, "
-        "of the MLP's hidden layer, and of the output of each sublayer. Attention then stores all of its weights",
+        "probability of a value to become zero in training: of the embedding with its positions, of the weights of "
+        "mixers attention and latent, which then store all of them, of the MLP's hidden layer, and of the output of each "
+        "sublayer",
         minimum=0,
         maximum=0.99,
     )

@@ -37,7 +37,7 @@ from depthlm.training.monitoring.display import log_to, show_table
 from depthlm.training.monitoring.metrics import peak_memory_gib
 from depthlm.training.nonfinite import DivergedError
 from depthlm.training.setup import build, prepare_run, process_group, start_process
-from depthlm.training.step import train_step
+from depthlm.training.step import dropout_seeds, train_step
 from depthlm.training.trainer import COMPLETE, Trainer
 
 log = logging.getLogger("depthlm")
@@ -151,7 +151,7 @@ def dry_run(config: Config) -> None:
         # the second step is timed: the first one allocates optimizer states and compiles
         for _ in range(2):
             started = time.perf_counter()
-            nll = train_step(engine, batch, plan, config.training.z_loss)
+            nll = train_step(engine, batch, plan, config.training.z_loss, seeds=dropout_seeds(config, 0, setup.batches))
             loss = nll.item() / plan.tokens_per_step
             seconds.append(time.perf_counter() - started)
         if device.type == "cuda":

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from depthlm.data.sampler import Batches
+from depthlm.config import Config
+from depthlm.data.sampler import Batches, inputs_and_targets
 from depthlm.model.layer import UNOBSERVED, Observer
 from depthlm.model.parameters import generator_for
 from depthlm.training.engine import Engine
@@ -24,12 +25,14 @@ class Step(NamedTuple):
     spike_limit: float
 
 
-def dropout_seeds(seed: int, step: int, batches: Batches) -> torch.Tensor:
+def dropout_seeds(config: Config, step: int, batches: Batches) -> torch.Tensor | None:
     """Return a seed of dropout for each sequence of this rank in a step, from 0, as int32 [accumulation, micro_batch].
 
-    seed: of the run. A sequence has the same seed on any number of ranks and with any micro-batch.
+    A sequence has the same seed on any number of ranks and with any micro-batch. None: the run has no dropout.
     """
-    generator = generator_for(seed, f"dropout of step {step}")
+    if not config.backbone.dropout:
+        return None
+    generator = generator_for(config.seed, f"dropout of step {step}")
     seeds = torch.randint(2**31 - 1, (batches.batch_size,), generator=generator, dtype=torch.int32)
     return seeds[batches.positions].view(-1, batches.micro_batch)
 
@@ -55,13 +58,12 @@ def train_step(
     if routing is not None:
         routing.begin()
     totals = torch.zeros(2, device=batch.device)
+    seeds = None if seeds is None else seeds.to(batch.device)
     scale = plan.accumulation * plan.world_size / plan.tokens_per_step
     for number, tokens in enumerate(batch, 1):
         mark("forward")
-        # data.max_repetitions makes all tokens of a sequence negative
-        sums = engine(
-            tokens[:, :-1].clamp(min=0), tokens[:, 1:], observer, None if seeds is None else seeds[number - 1]
-        )
+        inputs, targets = inputs_and_targets(tokens)
+        sums = engine(inputs, targets, observer, None if seeds is None else seeds[number - 1])
         if routing is not None and sums.routing is not None:
             routing.add(sums.routing)
         loss = sums.total(z_loss)

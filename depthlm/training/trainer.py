@@ -173,9 +173,7 @@ class Trainer:
         norms_due = every is not None and (progress.step == 0 or is_multiple(progress.step + 1, every))
         meter = SublayerNormMeter(config.model.loops * config.size.num_layers, self.device) if norms_due else None
         z_loss, observer = self.training.z_loss, meter or UNOBSERVED
-        seeds = None
-        if config.backbone.dropout:
-            seeds = dropout_seeds(config.seed, progress.step, self.batches).to(self.device)
+        seeds = dropout_seeds(config, progress.step, self.batches)
         nll = train_step(engine, batch, self.plan, z_loss, highest, mark, observer, self.routing, seeds).item()
         progress.step += 1
         progress.tokens += self.plan.tokens_per_step

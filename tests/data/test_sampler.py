@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from depthlm.data import IGNORED, Batches, DataError, TokenFiles, loader, sample_windows
 from depthlm.data.preparation.progress import SplitWriter
-from depthlm.data.sampler import key_of, most_repetitions, permute
+from depthlm.data.sampler import inputs_and_targets, key_of, most_repetitions, permute
 from depthlm.errors import UserError
 from depthlm.model.attention.context import find_documents
 
@@ -196,8 +196,11 @@ def test_a_sample_with_many_repetitions_is_ignored_and_no_other(tmp_path: Path) 
     files = {"train": TokenFiles(tmp_path, writer.finish().files, "uint16")}
     given = {"sequence_length": 100, "batch_size": 4, "seed": 0}
     plain, filtered = Batches(files, **given), Batches(files, **given, max_repetitions=20)
-    ignored = (filtered[0] == IGNORED).all(dim=-1)
+    ignored = (filtered[0] < 0).all(dim=-1)
+    inputs, targets = inputs_and_targets(filtered[0][0])
+    assert torch.equal(inputs, plain[0][0][:, :-1])
+    assert torch.equal(targets, plain[0][0][:, 1:].masked_fill(ignored[0][:, None], IGNORED))
     assert filtered.windows(0) == plain.windows(0)
     assert [plain.windows(0)["train"][i] for i in ignored.flatten().nonzero().flatten()] == [1]
     assert torch.equal(filtered[0][~ignored], plain[0][~ignored])
-    assert not (Batches(files, **given, max_repetitions=21)[0] == IGNORED).any()
+    assert not (Batches(files, **given, max_repetitions=21)[0] < 0).any()

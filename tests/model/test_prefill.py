@@ -21,7 +21,9 @@ MIXERS = {
     "delta and latent, with experts": ["backbone=kimi_linear", "size.num_experts=4"],
 }
 # mechanisms that no preset has, as connections
-CONNECTIONS = ["ddl", "deepnorm", "depth_dense", "depth_qkv", "highway", "layer_scale", "mrla", "rezero"]
+CONNECTIONS = [
+    "ddl", "deepnorm", "depth_dense", "depth_qkv", "highway", "keel", "layer_scale", "mrla", "rezero", "siamese_norm",
+]  # fmt: skip
 MECHANISMS = [*(f"model={name}" for name in PRESETS), *(f"model/connection={name}" for name in CONNECTIONS)]
 QUICK = {("model=moda", "self"), ("model=depth_attention", "latent"), ("model=dca", "delta and self")}
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in product(MECHANISMS, MIXERS)]
@@ -51,7 +53,8 @@ def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Non
 @pytest.mark.parametrize(("mechanism", "mixer"), CASES)
 def test_a_prefill_in_chunks_equals_one_of_the_whole_prompt(build: Any, mechanism: str, mixer: str) -> None:
     model = build(mechanism, *MIXERS[mixer]).double()
-    for model.end_of_text in (None, END):
+    for how in (False, True, "bos"):
+        model.mask_documents(how, END)
         whole = cached(model, None)
         assert whole[0].isfinite().all()
         with torch.no_grad():
@@ -65,11 +68,11 @@ def test_the_list_of_connections_is_complete() -> None:
     assert connections <= {*PRESETS, *CONNECTIONS, "residual"}
 
 
-@pytest.mark.parametrize("end_of_text", [None, END])
+@pytest.mark.parametrize("how", [False, True, "bos"])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_a_chunk_may_consist_of_padding(build: Any, mixer: str, end_of_text: int | None) -> None:
+def test_a_chunk_may_consist_of_padding(build: Any, mixer: str, how: Any) -> None:
     model = build("model=moda", *MIXERS[mixer]).double()
-    model.end_of_text = end_of_text
+    model.mask_documents(how, END)
     padding_b = torch.tensor([0, 4, 7])
     whole = generate(model, prompts(), 5, padding_b=padding_b)
     for chunk in (1, 3, 6):

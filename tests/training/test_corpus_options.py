@@ -134,6 +134,16 @@ def test_validation_by_document_gives_each_document_no_context(small_run: Overri
     assert abs(rows(tmp_path / "windows")[-1]["validation/local/loss"] - measured) > 1e-5
 
 
+def test_sequences_with_many_repetitions_have_no_loss(
+    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("depthlm.data.sampler.most_repetitions", lambda tokens: 40 if tokens[0] % 2 else 31)
+    for name, most in (("run", 32), ("all", 41)):
+        given = (f"data.max_repetitions={most}", "training.max_steps=3")
+        assert train(depthlm.compose(small_run(*given, name=name))) == COMPLETE
+    assert 0 < losses(tmp_path / "run")[0] < 0.9 * losses(tmp_path / "all")[0]
+
+
 def test_a_corpus_too_large_to_prepare_automatically_ends_with_the_command_to_prepare_it(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

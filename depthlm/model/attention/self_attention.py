@@ -42,7 +42,7 @@ class SelfAttention(nn.Module):
     key_size: of a query and a key, which are wider in latent attention.
     separate_inputs: whether the connection passes different tensors for q, k and v; the layer sets it.
     projects_kv: whether it has keys and values of its own; if not, it gets only the input of q.
-    has_dropout: whether `attend` applies the dropout of its context to the attention weights.
+    has_dropout: whether `attend` applies the dropout of its context to the attention weights, as `attend_to` does.
     colour: as in `Connection`; "": this attention reads only its own layer.
     """
 
@@ -203,7 +203,8 @@ def _attend_with_dropout(q_bhte: Tensor, k: Tensor, v: Tensor, past: AttentionCo
     mask = past.mask_b1ts
     if mask is None:
         mask = causal_mask(t, s, q_bhte.device)
-    scores_bhts = (q_bhte @ k.mT).float() * q_bhte.shape[-1] ** -0.5
+    # the factor comes first, since products may overflow in fp16
+    scores_bhts = ((q_bhte * q_bhte.shape[-1] ** -0.5) @ k.mT).float()
     weights_bhts = scores_bhts.masked_fill(~mask, -torch.inf).softmax(-1)
     return dropout(weights_bhts, past.dropout, ATTENTION_WEIGHTS).to(v.dtype) @ v
 

@@ -10,6 +10,7 @@ from typing import Any
 from depthlm.accounting import count_parameters
 from depthlm.accounting.memory import Memory
 from depthlm.config import Config
+from depthlm.config.reproduce import MASKS
 from depthlm.config.validate.decoder import reads_across_layers
 from depthlm.counts import count_text, counted, duration_text, gib_text
 from depthlm.data import Batches, Corpus
@@ -48,12 +49,13 @@ def derived(
         "model": f"{config.model.name}, backbone {config.backbone.name}, size {size.name}: {size.num_layers} layers of "
         f"width {size.hidden_size}, {size.num_heads} heads ({size.num_kv_heads} key/value)"
         f"{f', passed {model.loops} times' if model.loops > 1 else ''}",
+        **({"dropout": f"{config.backbone.dropout:g}"} if config.backbone.dropout else {}),
         **mixers(config),
         "parameters": f"{count_text(counts['total'])} ({counts['total']:,}){activated}",
         "vocabulary": f"{size.vocab_size} ({corpus.tokenizer.vocab_size} in the tokenizer)",
         "data": f"{corpus.name}: {count_text(corpus.tokens)} training tokens, "
         f"{corpus.bytes_per_token:.2f} bytes per token{entropy}"
-        f"{', attention inside documents' if config.data.document_mask else ''}",
+        f"{f', {MASKS[config.data.document_mask]}' if config.data.document_mask else ''}",
         **({"mixture": mixture(plan, batches)} if len(corpus.train) > 1 else {}),
         "validation": ", ".join(f"{name} ({count_text(len(tokens))})" for name, tokens in corpus.validation.items()),
         "run": f"{plan.max_steps} steps, {count_text(plan.total_tokens)} tokens{epochs}, "
