@@ -1,4 +1,4 @@
-"""The notebook runs, and its stored outputs are of what it computes."""
+"""The notebooks run, and their stored outputs are of what they compute."""
 
 import nbformat
 import pytest
@@ -17,11 +17,14 @@ def kinds(notebook: nbformat.NotebookNode) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "pictures"), [("across_depth", 4), ("low_rank_theory", 2)])
+def test_a_notebook_runs(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, name: str, pictures: int
+) -> None:
     # the folder of the runs
     monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("notebook")))
-    notebook = nbformat.read(REPOSITORY / "docs/notebooks/across_depth.ipynb", as_version=4)
+    notebook = nbformat.read(REPOSITORY / f"docs/notebooks/{name}.ipynb", as_version=4)
     stored = kinds(notebook)
     NotebookClient(notebook, timeout=300).execute()
     assert kinds(notebook) == stored
-    assert sum("image/png" in outputs for outputs in stored) == 4
+    assert sum("image/png" in outputs for outputs in stored) == pictures
