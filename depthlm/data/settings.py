@@ -105,8 +105,8 @@ class Data(Source):
     )
     max_repetitions: int | None = key(
         None,
-        "a training sequence in which 1 to 13 tokens repeat this many times in a row has no targets: its loss counts as "
-        "0, and only the routing of experts sees it (OLMo2: 32); null: all sequences are trained on",
+        "a training sequence in which 1 to 13 tokens repeat this many times in a row has no targets: its loss counts "
+        "as 0, and only the routing of experts sees it (OLMo2: 32); null: all sequences are trained on",
         minimum=3,
     )
     on_bad_document: Literal["error", "skip"] = key(

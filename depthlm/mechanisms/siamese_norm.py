@@ -2,9 +2,10 @@
 
     u <- Norm(u);  y = f(u + Norm(p));  u <- u + y / sqrt(2 l);  p <- p + y      in layer l = 1, 2, ...
 
-f has the norm of its input that a pre-norm backbone gives it. u is normalized again and again, as with post-norm, and p never, as with pre-norm. Both start as the embedding and get
-the same outputs. The final hidden state is one more u + Norm(p). This is the form of the authors' models for images
-(github.com/Qwen-Applications/SiameseNorm, deit-model-siamesenorm.py).
+f has the norm of its input that a pre-norm backbone gives it. u is normalized again and again, as with post-norm, and p
+never, as with pre-norm. Both start as the embedding and get the same outputs. The final hidden state is one more
+u + Norm(p). This is the form of the authors' models for images (github.com/Qwen-Applications/SiameseNorm,
+deit-model-siamesenorm.py).
 
 u_btd -> norm --+------(+)-> sublayer f -+-> / sqrt(2 l) -(+)-> u_btd
                 `-------|----------------|-----------------^

@@ -78,8 +78,8 @@ class Backbone:
     dropout: float = key(
         0.0,
         "probability of a value to become zero in training: of the embedding with its positions, of the weights of "
-        "mixers attention and latent, which then store all of them, of the MLP's hidden layer, and of the output of each "
-        "sublayer",
+        "mixers attention and latent, which then store all of them, of the MLP's hidden layer, and of the output of "
+        "each sublayer",
         minimum=0,
         maximum=0.99,
     )
