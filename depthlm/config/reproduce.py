@@ -53,9 +53,7 @@ def protocol_texts(config: Config) -> dict[str, str]:
         "backbone": config.backbone.name
         + (f", dropout {config.backbone.dropout:g}" if config.backbone.dropout else "")
         + (f", initial values {config.backbone.init}" if config.backbone.init != "normal" else "")
-        + (
-            f", biases of standard deviation {config.backbone.bias_init_std:g}" if config.backbone.bias_init_std else ""
-        ),
+        + (f", biases of {config.backbone.bias_init_std:g}" if config.backbone.bias_init_std else ""),
         "data": f"{config.data.name}, tokenizer {config.data.tokenizer}"
         + (f", {MASKS[config.data.document_mask]}" if config.data.document_mask else "")
         + (f", fewer than {most} repetitions of an n-gram" if (most := config.data.max_repetitions) else ""),
