@@ -67,7 +67,10 @@ def import_tokens(job: Import, console: Console | None = None) -> Manifest:
     with locked(target, console):
         settings = {
             "version": VERSION,
-            "imported": {str(file.resolve()): _digest(array) for file, array in zip(job.files, arrays, strict=True)},
+            "imported": [
+                [str(file.resolve()), _digest(array), str(array.dtype)]
+                for file, array in zip(job.files, arrays, strict=True)
+            ],
             "tokenizer": job.tokenizer.fingerprint,
             "end_of_text": job.tokenizer.end.token,
             "validation_fraction": job.held_out,

@@ -163,6 +163,21 @@ def test_the_same_import_again_changes_nothing_and_another_is_refused() -> None:
         import_tokens(job(raw("ids", [*IDS, END])))
 
 
+def test_the_same_files_in_another_order_are_another_import() -> None:
+    files = raw("a", IDS[:9]), raw("b", IDS[9:])
+    import_tokens(job(*files))
+    with pytest.raises(DataError, match="other token files"):
+        import_tokens(job(*reversed(files)))
+
+
+def test_the_same_file_of_another_dtype_is_another_import() -> None:
+    # as uint16, a 0 precedes each end of text
+    file = raw("ids", [END << 16] * 2)
+    import_tokens(job(file, dtype="uint16"))
+    with pytest.raises(DataError, match="other token files"):
+        import_tokens(job(file))
+
+
 def test_an_import_that_was_killed_starts_from_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
