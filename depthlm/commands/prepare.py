@@ -89,10 +89,12 @@ def import_ids(options: argparse.Namespace) -> None:
     stderr_console().print(
         f"end of text: {tokenizer.end.token!r} (id {tokenizer.end.id}), by {tokenizer.end.source}", markup=False
     )
-    manifest = import_tokens(Import(options.import_tokens, options.dtype, tokenizer, options.to, options.held_out))
+    # an import into the working directory replaces it, so that `.` would no longer be found
+    folder = options.to.resolve()
+    manifest = import_tokens(Import(options.import_tokens, options.dtype, tokenizer, folder, options.held_out))
     console = stdout_console()
-    console.print(table({manifest.name: options.to}))
-    console.print(notes(options.to), soft_wrap=True)
+    console.print(table({manifest.name: folder}))
+    console.print(notes(folder), soft_wrap=True)
 
 
 def parse_share(text: str) -> float:

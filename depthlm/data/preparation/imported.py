@@ -96,7 +96,7 @@ def import_tokens(job: Import, console: Console | None = None) -> Manifest:
 
 
 def _write(job: Import, arrays: Sequence[NDArray[np.integer]], partial: Path, settings: dict[str, Any]) -> Manifest:
-    tokenizer, name, size = job.tokenizer, job.folder.name, job.tokenizer.vocab_size
+    tokenizer, name, size = job.tokenizer, job.folder.resolve().name, job.tokenizer.vocab_size
     train, held = (
         SplitWriter(partial, stem, dtype_of(size), size, job.shard_tokens) for stem in ("train", f"validation-{name}")
     )

@@ -191,6 +191,16 @@ def test_an_import_that_was_killed_starts_from_scratch(monkeypatch: pytest.Monke
     assert tokens_of(Path("made"), "validation") == IDS
 
 
+def test_the_set_has_the_name_of_the_folder_also_where_the_path_does_not_end_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = raw("ids", IDS).resolve()
+    Path("ice").mkdir()
+    monkeypatch.chdir("ice")
+    manifest = import_tokens(job(file, folder=Path(".")))
+    assert (manifest.name, [*manifest.validation]) == ("ice", ["ice"])
+
+
 def test_a_folder_with_other_files_is_left_alone() -> None:
     Path("made").mkdir()
     Path("made/mine.txt").write_text("mine")
