@@ -87,7 +87,7 @@ def test_a_baseline_without_a_finite_validation_has_no_final_loss() -> None:
     for seed, loss in {"1": 3.0, "2": None}.items():
         vanilla, dca, _ = directories(OF, seeds=[seed])
         write(vanilla, (40, loss))
-        write(dca, (10, 3.0))
+        write(dca, (10 * int(seed), 3.0))
     assert times(["2"]) == [None, None, None]
     assert times(["1", "2"]) == [1.0, 10 / 40, None]
 
