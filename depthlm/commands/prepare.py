@@ -70,7 +70,7 @@ def read_options(arguments: list[str], program: str) -> argparse.Namespace:
     ids.add_argument("--end-of-text", metavar="TOKEN", help="as data.end_of_text")
     ids.add_argument("--to", type=Path, metavar="FOLDER", help="folder of the token files, to be named by a `path`")
     ids.add_argument(
-        "--held-out", type=parse_share, default=1.0, metavar="SHARE",
+        "--held-out", type=parse_share, metavar="SHARE",
         help="share of the documents for validation, chosen by a hash of their numbers; 1 (default): a validation set; "
         "below 1: text to train on",
     )  # fmt: skip
@@ -78,8 +78,12 @@ def read_options(arguments: list[str], program: str) -> argparse.Namespace:
     if options.import_tokens:
         if options.overrides or not options.tokenizer or not options.to:
             parser.error("--import-tokens needs --tokenizer and --to, and takes no overrides")
-    elif options.tokenizer or options.to or options.dtype or options.end_of_text:
-        parser.error("--tokenizer, --to, --dtype and --end-of-text need --import-tokens")
+        if options.verify or options.part or options.only or options.config_dir:
+            parser.error(
+                "--verify, --part, --only and --config-dir are for a corpus; leave them out of --import-tokens"
+            )
+    elif options.tokenizer or options.to or options.dtype or options.end_of_text or options.held_out:
+        parser.error("--tokenizer, --to, --dtype, --end-of-text and --held-out need --import-tokens")
     return options
 
 
@@ -89,10 +93,13 @@ def import_ids(options: argparse.Namespace) -> None:
     stderr_console().print(
         f"end of text: {tokenizer.end.token!r} (id {tokenizer.end.id}), by {tokenizer.end.source}", markup=False
     )
-    manifest = import_tokens(Import(options.import_tokens, options.dtype, tokenizer, options.to, options.held_out))
+    # an import into the working directory replaces it, so that `.` would no longer be found
+    folder = options.to.resolve()
+    held_out = 1.0 if options.held_out is None else options.held_out
+    manifest = import_tokens(Import(options.import_tokens, options.dtype, tokenizer, folder, held_out))
     console = stdout_console()
-    console.print(table({manifest.name: options.to}))
-    console.print(notes(options.to), soft_wrap=True)
+    console.print(table({manifest.name: folder}))
+    console.print(notes(folder), soft_wrap=True)
 
 
 def parse_share(text: str) -> float:

@@ -42,13 +42,13 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 class Progress:
     """Everything that resuming needs besides the engine's state; the manifest of a checkpoint stores it.
 
-    skipped: the steps whose updates were skipped, in order. overflows: the skipped steps that only showed that the
-    fp16 loss scale was too large. rewound: [a, b] for each time that the state of step a was restored after step b;
-    steps a + 1 to b are in skipped. recent_losses: nats per token of the newest updates, to detect spikes. spikes: the
-    number of losses that were spikes, whether their updates were kept, skipped or undone. row: the row of metrics.jsonl
-    of this step, which a crash may damage in the file while a validation adds to it. interval_loss, interval_updates:
-    the sum of the losses (nats per token) and the number of the updates applied in the logging interval that has not
-    ended yet.
+    skipped: the steps whose updates were skipped, in order. overflows: the skipped steps that only showed that the fp16
+    loss scale was too large. rewound: [a, b] for each time that the state of step a was restored after step b; steps a
+    + 1 to b are in skipped. recent_losses: nats per token of the newest updates, to detect spikes. spikes: the number
+    of losses that were spikes, whether their updates were kept, skipped or undone; None as long as no loss could be
+    one. row: the row of metrics.jsonl of this step, which a crash may damage in the file while a validation adds to it.
+    interval_loss, interval_updates: the sum of the losses (nats per token) and the number of the updates applied in the
+    logging interval that has not ended yet.
     """
 
     step: Count = 0
@@ -57,7 +57,7 @@ class Progress:
     overflows: Steps = field(default_factory=list)
     rewound: StepPairs = field(default_factory=list)
     recent_losses: Annotated[list[FiniteFloat], Field(description="a list of numbers")] = field(default_factory=list)
-    spikes: Count = 0
+    spikes: Annotated[Count | None, Field(description="a whole number from 0 or null")] = None
     wall_seconds: Annotated[FiniteFloat, Field(ge=0, description="a number from 0")] = 0.0
     wandb_id: Annotated[str | None, Field(description="a text or null")] = None
     row: Row = field(default_factory=dict)

@@ -53,7 +53,8 @@ class BadBatches:
         training, progress, number = self.training, self.progress, self.progress.step
         loss = self.loss = step.nll / self.plan.tokens_per_step
         spike = step.spike_limit < step.nll < math.inf
-        progress.spikes += spike
+        if step.spike_limit < math.inf:
+            progress.spikes = (progress.spikes or 0) + spike
         if self.engine.step_applied():
             progress.count_loss(loss)
             if spike:

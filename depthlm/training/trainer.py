@@ -334,7 +334,6 @@ class Trainer:
                 unigram_entropy=corpus.unigram_entropy,
                 mfu=self.mfu(progress.tokens_per_second),
                 peak_memory_gib=peak_memory_gib(self.device),
-                spikes=progress.spikes if math.isfinite(self.spike_limit()) else None,
             )
             write_results(self.paths.path, summary)
             record_results(self.config, last)

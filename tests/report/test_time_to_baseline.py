@@ -69,6 +69,29 @@ def test_runs_are_compared_with_the_baseline_of_their_seed_or_with_the_mean_of_a
     assert times(["1", "2", "3"]) == [1.0, (10 / 40 + 20 / 20) / 2, 12 / 30]
 
 
+def test_a_baseline_whose_last_validation_is_not_finite_has_no_final_loss() -> None:
+    vanilla, dca, _ = directories(OF)
+    write(vanilla, (10, 4.0), (20, 3.5), (30, None))
+    write(dca, (10, 3.0), (20, 2.0))
+    assert times() == [None, None, None]
+    for seed, loss in {"1": 3.0, "2": None}.items():
+        vanilla, dca, _ = directories(OF, seeds=[seed])
+        write(vanilla, (10, 4.0), (40, loss))
+        write(dca, (10, 3.0), (20, 2.0))
+    # a seed that the baseline has not: the mean over its seeds is not finite
+    write(directories(OF, seeds=["3"])[2], (10, 2.0))
+    assert times(["1", "2", "3"]) == [1.0, 10 / 40, None]
+
+
+def test_a_baseline_without_a_finite_validation_has_no_final_loss() -> None:
+    for seed, loss in {"1": 3.0, "2": None}.items():
+        vanilla, dca, _ = directories(OF, seeds=[seed])
+        write(vanilla, (40, loss))
+        write(dca, (10 * int(seed), 3.0))
+    assert times(["2"]) == [None, None, None]
+    assert times(["1", "2"]) == [1.0, 10 / 40, None]
+
+
 def test_another_baseline_has_another_time() -> None:
     vanilla, dca, _ = directories(OF)
     write(vanilla, (10, 2.5), (20, 2.0))

@@ -186,6 +186,7 @@ def test_a_manifest_of_another_format_is_refused(saved: Path, version: object) -
         ("recent_losses", [None], "a list of numbers"),
         ("wall_seconds", float("nan"), "a number from 0"),
         ("wandb_id", 1, "a text or null"),
+        ("spikes", -1, "a whole number from 0 or null"),
     ],
 )
 def test_a_value_of_a_wrong_type_is_reported(saved: Path, name: str, value: object, wanted: str) -> None:

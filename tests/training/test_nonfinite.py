@@ -304,6 +304,18 @@ def test_a_spike_is_logged_and_kept(
     assert recent == [row["loss"] for row in read_metrics(tmp_path / "run/metrics.jsonl")][-4:]
 
 
+@pytest.mark.parametrize(("spoiled", "count"), [({5: "spike", 6: "loss"}, 1), ({6: "loss"}, 0)])
+def test_spikes_count_although_a_rewind_leaves_too_few_losses_for_the_next_one(
+    small_run: Callable[..., list[str]], tmp_path: Path, spoiled: dict[int, str], count: int
+) -> None:
+    # detected from step 5 on; the run ends with the losses of steps 1 to 3
+    overrides = small_run(*REWIND, "training.spike_window=8", "training.checkpoint_every=3", "training.max_steps=6")
+    assert train_spoiled(overrides, spoiled) == 0
+    assert manifest(tmp_path / "run")["rewound"] == [[3, 6]]
+    assert len(manifest(tmp_path / "run")["recent_losses"]) == 3
+    assert read_json(tmp_path / "run/summary.json")["spikes"] == count
+
+
 @pytest.mark.parametrize(
     "policy", ["stop", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("skip", "rewind"))]
 )

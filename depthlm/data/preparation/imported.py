@@ -28,6 +28,23 @@ CHUNK = 2**22
 NPY = b"\x93NUMPY"
 
 
+class _TextBytes:
+    """Counts the UTF-8 bytes of the text of documents that come in parts."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.lengths = tokenizer, tokenizer.byte_lengths()
+        self.unfinished = np.empty(0, np.int64)
+
+    def of(self, ids: NDArray[np.int64]) -> int:
+        """Return the bytes of the next ids, [n]; where only documents have bytes, those of the documents ended."""
+        if self.lengths is not None:
+            return int(self.lengths[ids].sum())
+        # the text of a part depends on what is before it: bytes of one character, a space that decoding strips
+        ids = np.concatenate([self.unfinished, ids])
+        *documents, self.unfinished = np.split(ids, np.flatnonzero(ids == self.tokenizer.end_of_text) + 1)
+        return sum(len(self.tokenizer.decode(document[:-1]).encode()) for document in documents)
+
+
 @dataclass(frozen=True)
 class Import:
     """Files of ids, which follow one another as one sequence of documents, and the folder of token files to make.
@@ -67,7 +84,10 @@ def import_tokens(job: Import, console: Console | None = None) -> Manifest:
     with locked(target, console):
         settings = {
             "version": VERSION,
-            "imported": {str(file.resolve()): _digest(array) for file, array in zip(job.files, arrays, strict=True)},
+            "imported": [
+                [str(file.resolve()), _digest(array), str(array.dtype)]
+                for file, array in zip(job.files, arrays, strict=True)
+            ],
             "tokenizer": job.tokenizer.fingerprint,
             "end_of_text": job.tokenizer.end.token,
             "validation_fraction": job.held_out,
@@ -93,12 +113,12 @@ def import_tokens(job: Import, console: Console | None = None) -> Manifest:
 
 
 def _write(job: Import, arrays: Sequence[NDArray[np.integer]], partial: Path, settings: dict[str, Any]) -> Manifest:
-    tokenizer, name, size = job.tokenizer, job.folder.name, job.tokenizer.vocab_size
+    tokenizer, name, size = job.tokenizer, job.folder.resolve().name, job.tokenizer.vocab_size
     train, held = (
         SplitWriter(partial, stem, dtype_of(size), size, job.shard_tokens) for stem in ("train", f"validation-{name}")
     )
     documents, is_held, last = 0, is_validation("0", job.held_out), -1
-    lengths = tokenizer.byte_lengths()
+    text_bytes = {writer: _TextBytes(tokenizer) for writer in (held, train)}
     for file, array in zip(job.files, arrays, strict=True):
         for ids in _chunks(file, array, size):
             ends = np.flatnonzero(ids == tokenizer.end_of_text)
@@ -109,8 +129,7 @@ def _write(job: Import, arrays: Sequence[NDArray[np.integer]], partial: Path, se
             ]
             mask = np.repeat(flags, np.diff(ends + 1, prepend=0, append=len(ids)))
             for writer, part in ((held, ids[mask]), (train, ids[~mask])):
-                size_in_bytes = int(lengths[part].sum()) if lengths is not None else _decoded_bytes(part, tokenizer)
-                writer.add(part, int((part == tokenizer.end_of_text).sum()), size_in_bytes)
+                writer.add(part, int((part == tokenizer.end_of_text).sum()), text_bytes[writer].of(part))
             documents, is_held, last = documents + len(ends), flags[-1], int(ids[-1])
     _check(job, documents, last, train.documents, held.documents)
     return Manifest(
@@ -183,10 +202,3 @@ def _digest(array: NDArray[np.integer]) -> str:
     for start in range(0, len(array), CHUNK):
         digest.update(np.ascontiguousarray(array[start : start + CHUNK]).tobytes())
     return digest.hexdigest()
-
-
-def _decoded_bytes(ids: NDArray[np.int64], tokenizer: Tokenizer) -> int:
-    """Return the UTF-8 bytes of the text of documents."""
-    documents = np.split(ids, np.flatnonzero(ids == tokenizer.end_of_text) + 1)
-    texts = (tokenizer.decode(document[document != tokenizer.end_of_text]) for document in documents)
-    return sum(len(text.encode()) for text in texts)

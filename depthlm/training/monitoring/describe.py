@@ -82,13 +82,11 @@ def summary_of(
     unigram_entropy: float | None,
     mfu: float | None,
     peak_memory_gib: float,
-    spikes: int | None,
 ) -> dict[str, Any]:
     """Return the content of summary.json.
 
     losses: of the last validation. last: the last row of metrics.jsonl. flops_per_token: of a training step.
-    unigram_entropy: of the corpus, in nats per token. mfu: that of the whole run. spikes: the number of losses that
-    were spikes, by training.spike_deviations and training.spike_window; None where none could be detected.
+    unigram_entropy: of the corpus, in nats per token. mfu: that of the whole run.
     """
     return {
         "parameters": parameters,
@@ -106,7 +104,7 @@ def summary_of(
         "wall_seconds": progress.wall_seconds,
         "peak_memory_gib": peak_memory_gib,
         "skipped": progress.skipped,
-        "spikes": spikes,
+        "spikes": progress.spikes,
     }
 
 

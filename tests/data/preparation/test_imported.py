@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from depthlm.data import Manifest, TokenFiles, open_corpus, prepare, verify
+from depthlm.data.corpora.documents import is_validation
 from depthlm.data.preparation import imported
 from depthlm.data.preparation.imported import Import, import_tokens, load_tokenizer
 from depthlm.data.settings import Data, Source
@@ -61,16 +62,26 @@ def test_imported_ids_are_the_token_files_that_the_text_gives(local: MakeData, t
     assert not {name for name in left_over(Path("made")) if "partial" in name}
 
 
-def test_bytes_of_a_tokenizer_whose_tokens_are_not_bytes_are_those_of_the_decoded_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chunk", [1, 4, 2**22])
+def test_bytes_of_a_tokenizer_whose_tokens_are_not_bytes_are_those_of_the_decoded_documents(
+    monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(imported, "CHUNK", chunk)
     encoder = Encoder(models.Unigram())
     encoder.pre_tokenizer, encoder.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    texts = ["one two three", "naïve Ω and four", "five"]
+    texts = ["one two three", "naïve Ω and four", "five", "", "three and five"]
     encoder.train_from_iterator(texts, trainers.UnigramTrainer(special_tokens=["</s>"], unk_token="?", vocab_size=60))
-    encoder.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    encoder.save("tokenizer.json")
+    tokenizer = Tokenizer.load("tokenizer.json")
     ids = [number for text in texts for number in [*tokenizer.encode_batch([text])[0], tokenizer.end_of_text]]
-    manifest = import_tokens(job(raw("ids", ids), tokenizer=str(tmp_path / "tokenizer.json")))
-    assert manifest.validation["made"].bytes == sum(len(text.encode()) for text in texts)
+    # the second file begins within the first document, with a space
+    cut = next(number for number in range(1, len(ids)) if encoder.id_to_token(ids[number]).startswith("▁"))
+    files = raw("a", ids[:cut]), raw("b", ids[cut:])
+    manifest = import_tokens(job(*files, tokenizer="tokenizer.json", held_out=0.5))
+    is_held = [is_validation(str(number), 0.5) for number in range(len(texts))]
+    for split, held in ((manifest.train, False), (manifest.validation["made"], True)):
+        expected = [len(text.encode()) for text, is_in in zip(texts, is_held, strict=True) if is_in == held]
+        assert (split.documents, split.bytes) == (len(expected), sum(expected))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
@@ -163,6 +174,21 @@ def test_the_same_import_again_changes_nothing_and_another_is_refused() -> None:
         import_tokens(job(raw("ids", [*IDS, END])))
 
 
+def test_the_same_files_in_another_order_are_another_import() -> None:
+    files = raw("a", IDS[:9]), raw("b", IDS[9:])
+    import_tokens(job(*files))
+    with pytest.raises(DataError, match="other token files"):
+        import_tokens(job(*reversed(files)))
+
+
+def test_the_same_file_of_another_dtype_is_another_import() -> None:
+    # as uint16, a 0 precedes each end of text
+    file = raw("ids", [END << 16] * 2)
+    import_tokens(job(file, dtype="uint16"))
+    with pytest.raises(DataError, match="other token files"):
+        import_tokens(job(file))
+
+
 def test_an_import_that_was_killed_starts_from_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -174,6 +200,16 @@ def test_an_import_that_was_killed_starts_from_scratch(monkeypatch: pytest.Monke
     assert not Path("made").exists()
     import_tokens(job(Path("ids")))
     assert tokens_of(Path("made"), "validation") == IDS
+
+
+def test_the_set_has_the_name_of_the_folder_also_where_the_path_does_not_end_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = raw("ids", IDS).resolve()
+    Path("ice").mkdir()
+    monkeypatch.chdir("ice")
+    manifest = import_tokens(job(file, folder=Path(".")))
+    assert (manifest.name, [*manifest.validation]) == ("ice", ["ice"])
 
 
 def test_a_folder_with_other_files_is_left_alone() -> None:
