@@ -26,7 +26,12 @@ CONNECTIONS = [
 ]  # fmt: skip
 MECHANISMS = [*(f"model={name}" for name in PRESETS), *(f"model/connection={name}" for name in CONNECTIONS)]
 QUICK = {("model=moda", "self"), ("model=depth_attention", "latent"), ("model=dca", "delta and self")}
-CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in product(MECHANISMS, MIXERS)]
+# each mechanism, and with every mixer those that read keys and values of other layers or have inputs for each of them
+COMBINED = [f"model={name}" for name in ("moda", "depth_attention", "value_residual", "shared_kv", "dca")]
+CASES = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+    for case in dict.fromkeys([*product(MECHANISMS, ["self"]), *product(COMBINED, MIXERS)])
+]
 
 
 def prompts() -> Tensor:
