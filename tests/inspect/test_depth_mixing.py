@@ -315,8 +315,9 @@ def test_mrla_has_its_gates_times_its_channel_weights(record: Any) -> None:
         "model=mhc model.connection.lagged=true",
         "model/connection=deepnorm backbone=lm1b",
         "model/connection=siamese_norm backbone=lm1b",
+        "model/connection=deepnorm model.connection.form=keel",
         *(f"model=attention_residuals model.connection.{setting}" for setting in ("heads=4", "window=2")),
-        *(f"model/connection={name}" for name in ("highway", "depth_qkv", "mrla", "keel", "siamese_norm", "ddl")),
+        *(f"model/connection={name}" for name in ("highway", "depth_qkv", "mrla", "deepnorm", "siamese_norm", "ddl")),
     ],
 )
 def test_a_read_with_given_weights_returns_what_a_read_returns(record: Any, mechanism: str) -> None:

@@ -22,7 +22,7 @@ MIXERS = {
 }
 # mechanisms that no preset has, as connections
 CONNECTIONS = [
-    "ddl", "deepnorm", "depth_dense", "depth_qkv", "highway", "keel", "layer_scale", "mrla", "rezero", "siamese_norm",
+    "ddl", "deepnorm", "depth_dense", "depth_qkv", "highway", "layer_scale", "mrla", "rezero", "siamese_norm",
 ]  # fmt: skip
 MECHANISMS = [*(f"model={name}" for name in PRESETS), *(f"model/connection={name}" for name in CONNECTIONS)]
 QUICK = {("model=moda", "self"), ("model=depth_attention", "latent"), ("model=dca", "delta and self")}

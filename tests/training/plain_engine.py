@@ -38,8 +38,10 @@ class PlainEngine:
         self.optimizer = build_optimizer(model, config.optimizer, plan.max_steps)
         self.micro_batches, self.norm, self.applied = 0, None, True
 
-    def __call__(self, inputs: Tensor, targets: Tensor, observer: Observer = UNOBSERVED) -> Loss:
-        return self.model(inputs, targets, observer=observer)
+    def __call__(
+        self, inputs: Tensor, targets: Tensor, observer: Observer = UNOBSERVED, seeds_b: Tensor | None = None
+    ) -> Loss:
+        return self.model(inputs, targets, observer=observer, seeds_b=seeds_b)
 
     def backward(self, loss: Tensor) -> None:
         (loss / self.accumulation).backward()
