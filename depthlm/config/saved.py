@@ -126,6 +126,9 @@ def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:
             continue
         new = now.get(key)
         old = saved[key] if key in saved else _default(name, now)
+        if key not in saved and old is None and isinstance(new, dict):
+            # a section of keys, each with its own default
+            old = {}
         if isinstance(old, bool) and isinstance(new, str):
             old = EARLIER.get((name, old), old)
         if isinstance(old, dict) and isinstance(new, dict):

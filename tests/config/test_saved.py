@@ -63,6 +63,13 @@ def test_a_run_of_an_older_version_has_the_defaults_of_newer_keys() -> None:
     assert list(compare(now, older)) == ["model.connection.own_embedding", "size.num_experts"]
 
 
+def test_a_run_of_an_older_version_has_the_defaults_of_a_newer_section() -> None:
+    older, now = {"optimizer": {"lr": 0.1}}, {"optimizer": {"lr": 0.1, "groups": {"matrix": {"lr_scale": 1.0}}}}
+    assert compare(older, now) == {}
+    now["optimizer"]["groups"]["matrix"]["lr_scale"] = 0.5
+    assert compare(older, now) == {"optimizer.groups.matrix.lr_scale": "the run has 1.0, this command gives 0.5"}
+
+
 def test_a_value_of_an_earlier_version_equals_what_it_is_called_now() -> None:
     target = {"_target_": "depthlm.mechanisms.attention_residuals.AttentionResiduals"}
 
