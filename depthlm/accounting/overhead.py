@@ -98,8 +98,8 @@ def overhead(model: Decoder, chunk: int = PREFILL_CHUNK) -> Overhead:
         # terms in the length cancel in the difference from vanilla
         extra = attention.forward_flops(1, False) - vanilla_layer.attention.forward_flops(1, False)
         flops += model.loops * (linear_flops(attention) - linear_flops(vanilla_layer.attention) + extra)
-        values += model.loops * attention.io_values()
-        two_phase += model.loops * attention.io_values()
+        of_attention = model.loops * attention.io_values()
+        values, two_phase = values + of_attention, two_phase + of_attention
         if isinstance(attention, SelfAttention) and isinstance(vanilla_layer.attention, SelfAttention):
             cached += model.loops * (attention.cache_values() - vanilla_layer.attention.cache_values())
     for connection in reads:

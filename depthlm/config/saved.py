@@ -126,9 +126,6 @@ def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:
             continue
         new = now.get(key)
         old = saved[key] if key in saved else _default(name, now)
-        if key not in saved and old is None and isinstance(new, dict):
-            # a section of keys, each with its own default
-            old = {}
         if isinstance(old, bool) and isinstance(new, str):
             old = EARLIER.get((name, old), old)
         if isinstance(old, dict) and isinstance(new, dict):
@@ -139,17 +136,20 @@ def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:
 
 
 def _default(name: str, settings: Mapping[str, Any]) -> Any:
-    """Return the default of a key; settings: those of its group."""
+    """Return the default of a key or of a section of keys; settings: those of its group."""
     group, _, key = name.rpartition(".")
     if group in ("model.connection", "model.attention") and "_target_" in settings:
         parameter = inspect.signature(get_class(settings["_target_"])).parameters.get(key)
         return None if parameter is None or parameter.default is parameter.empty else parameter.default
-    return _defaults().get(name)
+    value: Any = _defaults()
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 @functools.cache
 def _defaults() -> dict[str, Any]:
-    return flatten(dataclasses.asdict(Config()))
+    return dataclasses.asdict(Config())
 
 
 def check_reach(directory: Path, config: Config, trust: Sequence[str], needed: Callable[[str], bool]) -> None:

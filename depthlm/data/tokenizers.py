@@ -243,6 +243,11 @@ def parsed(content: str | bytes) -> Any:
         return None
 
 
+def pretrained_tokenizer(name: str, end_of_text: str | None) -> Tokenizer:
+    """Load a tokenizer.json, or the tokenizer of a model on the hub. Raises DataError where it is not available."""
+    return (Tokenizer.from_hub if is_on_hub(name) else Tokenizer.load)(name, end_of_text)
+
+
 def bytes_tokenizer() -> Tokenizer:
     """Return the tokenizer in which byte b is token b, 256 the end of text and 257 the padding."""
     # A BPE without merges keeps each byte as it is. The byte-level alphabet represents byte b by chr(b) where that is

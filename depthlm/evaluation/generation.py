@@ -116,7 +116,7 @@ def stream(
         if padding_b is not None and (cache is None or cache.length == 0):
             ends_bt = torch.arange(input_bt.shape[1], device=input_bt.device) < padding_b[:, None]
             if model.end_of_text is not None:
-                ends_bt = ends_bt | model.ends_of_documents(input_bt)
+                ends_bt = ends_bt | model.ends_of_documents(input_bt == model.end_of_text)
         logits_bv = prefill(model, input_bt, cache, prefill_chunk, ends_bt)
         new_b1 = _choose(logits_bv.float(), settings)
         if eos is not None:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -221,9 +220,8 @@ class CausalLM(PreTrainedModel, GenerationMixin):
             of_text_bs = tokens_bt == self.decoder.end_of_text
             if cache is not None:
                 of_text_bs = cache.ends_of_text(of_text_bs, self.config.num_hidden_layers)
-            if self.decoder.end_of_text_begins:
-                of_text_bs = F.pad(of_text_bs[:, 1:], (0, 1))
-            ends_bs = of_text_bs if ends_bs is None else ends_bs | of_text_bs
+            ends_of_text_bs = self.decoder.ends_of_documents(of_text_bs)
+            ends_bs = ends_of_text_bs if ends_bs is None else ends_bs | ends_of_text_bs
         if ends_bs is None:
             return None
         if cache is not None and start:

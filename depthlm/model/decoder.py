@@ -151,7 +151,7 @@ class Decoder(nn.Module):
         start, length = cache.length if cache is not None else 0, tokens_bt.shape[1]
         cached_b1 = cache.document_b1 if cache is not None else None
         if ends_bt is None and self.end_of_text is not None:
-            ends_bt = self.ends_of_documents(tokens_bt)
+            ends_bt = self.ends_of_documents(tokens_bt == self.end_of_text)
             if self.end_of_text_begins and cached_b1 is not None:
                 cached_b1 = torch.where(tokens_bt[:, :1] == self.end_of_text, start, cached_b1)
         elif ends_bt is None and cached_b1 is not None:
@@ -187,10 +187,8 @@ class Decoder(nn.Module):
         """Limit attention to documents as `data.document_mask` says."""
         self.end_of_text, self.end_of_text_begins = end_of_text if how else None, how == "bos"
 
-    def ends_of_documents(self, tokens_bt: Tensor) -> Tensor:
-        """Return where a token is the last of its document, by end_of_text."""
-        assert self.end_of_text is not None
-        of_text_bt = torch.eq(tokens_bt, self.end_of_text)
+    def ends_of_documents(self, of_text_bt: Tensor) -> Tensor:
+        """Return where a token is the last of its document. of_text_bt: where it is end_of_text."""
         return F.pad(of_text_bt[:, 1:], (0, 1)) if self.end_of_text_begins else of_text_bt
 
     def _open_depth(self) -> DepthKV:

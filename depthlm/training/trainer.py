@@ -167,7 +167,7 @@ class Trainer:
         # seeding every step makes random draws depend on the step alone, so resuming needs no generator state
         torch.manual_seed(seed_for(config.seed, f"step {progress.step}, rank {torch.distributed.get_rank()}"))
         loss_scale = engine.loss_scale
-        limit = self.spike_limit()
+        limit = spike_limit(self.training, progress.recent_losses, self.plan.tokens_per_step)
         highest = limit if self.training.on_spike == "skip" else math.inf
         every = self.training.log_blocks_every
         norms_due = every is not None and (progress.step == 0 or is_multiple(progress.step + 1, every))
@@ -181,10 +181,6 @@ class Trainer:
             self.sublayer_norms.write({"step": progress.step, **meter.row(loss_scale)})
         mark("synchronizing ranks")
         return Step(nll, lr, loss_scale, limit)
-
-    def spike_limit(self) -> float:
-        """Return the summed loss (nats) above which the next batch is a spike; infinity if it cannot be one."""
-        return spike_limit(self.training, self.progress.recent_losses, self.plan.tokens_per_step)
 
     def agree_on_what_is_due(self) -> Due:
         """Return what follows the last step: a signal, a clock or a written file on one rank counts for all."""

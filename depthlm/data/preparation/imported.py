@@ -17,7 +17,7 @@ from depthlm.data.preparation import progress as progress_file
 from depthlm.data.preparation.prepare import check_name, locked, publish
 from depthlm.data.preparation.progress import SplitWriter
 from depthlm.data.settings import SHARD_TOKENS
-from depthlm.data.tokenizers import REMEDY, Tokenizer, bytes_tokenizer, is_on_hub
+from depthlm.data.tokenizers import REMEDY, Tokenizer, bytes_tokenizer, pretrained_tokenizer
 from depthlm.errors import DataError
 from depthlm.files import sync
 
@@ -67,7 +67,7 @@ def load_tokenizer(name: str, end_of_text: str | None) -> Tokenizer:
         raise DataError("ids need the tokenizer that made them", "--tokenizer=bpe", REMEDY.replace("`bpe`, ", ""))
     if name == "bytes":
         return bytes_tokenizer()
-    return (Tokenizer.from_hub if is_on_hub(name) else Tokenizer.load)(name, end_of_text)
+    return pretrained_tokenizer(name, end_of_text)
 
 
 def import_tokens(job: Import, console: Console | None = None) -> Manifest:

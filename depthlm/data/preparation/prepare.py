@@ -34,6 +34,7 @@ from depthlm.data.tokenizers import (
     bytes_tokenizer,
     is_on_hub,
     parallel_tokenizers,
+    pretrained_tokenizer,
     sample,
     sample_bytes,
     train_bpe,
@@ -91,8 +92,7 @@ def make_tokenizer(data: Data, console: Console) -> Tokenizer:
         total_bytes = len(train_sources(data)) * sample_bytes(data.vocab_size)
         with parallel_tokenizers(), training_bar(console, data.vocab_size, total_bytes) as counted:
             return train_bpe(counted(_text_for_training(data)), data.vocab_size)
-    on_hub = is_on_hub(data.tokenizer)
-    tokenizer = (Tokenizer.from_hub if on_hub else Tokenizer.load)(data.tokenizer, data.end_of_text)
+    tokenizer = pretrained_tokenizer(data.tokenizer, data.end_of_text)
     end = tokenizer.end
     console.print(f"end of text: {end.token!r} (id {end.id}), by {end.source}", markup=False)
     if tokenizer.dropout:
@@ -102,7 +102,7 @@ def make_tokenizer(data: Data, console: Console) -> Tokenizer:
             "warning: the tokenizer has no token for characters that it does not know, and drops them: this text is "
             "lost, and is not counted"
         )
-    if on_hub and tokenizer.vocab_size > data.vocab_size:
+    if is_on_hub(data.tokenizer) and tokenizer.vocab_size > data.vocab_size:
         what = f"the tokenizer has {tokenizer.vocab_size} tokens, data.vocab_size is {data.vocab_size}"
         raise DataError(what, data.tokenizer, f"Set data.vocab_size={tokenizer.vocab_size}.")
     return tokenizer

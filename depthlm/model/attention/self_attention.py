@@ -17,6 +17,7 @@ from depthlm.model.figures import Figure
 from depthlm.model.layers import Linear, Norm, Rope, apply_rope
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.dropout import ATTENTION_WEIGHTS, dropout
+from depthlm.ops.dtypes import upcast
 from depthlm.ops.flash import attend_by_document
 from depthlm.ops.functions import linear, linear_together
 
@@ -204,7 +205,7 @@ def _attend_with_dropout(q_bhte: Tensor, k: Tensor, v: Tensor, past: AttentionCo
     if mask is None:
         mask = causal_mask(t, s, q_bhte.device)
     # the factor comes first, since products may overflow in fp16
-    scores_bhts = ((q_bhte * q_bhte.shape[-1] ** -0.5) @ k.mT).float()
+    scores_bhts = upcast((q_bhte * q_bhte.shape[-1] ** -0.5) @ k.mT)
     weights_bhts = scores_bhts.masked_fill(~mask, -torch.inf).softmax(-1)
     return dropout(weights_bhts, past.dropout, ATTENTION_WEIGHTS).to(v.dtype) @ v
 

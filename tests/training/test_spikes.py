@@ -1,0 +1,101 @@
+"""Spikes of the loss: which losses are some, and what happens to their batches."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import depthlm
+from depthlm.config.schema import Training
+from depthlm.files import read_json
+from depthlm.runs.records import read_metrics
+from depthlm.training import train
+from depthlm.training.nonfinite import spike_limit
+
+from .run_files import assert_same, bad_batches, curve, manifest, weights
+from .spoiled import train_spoiled
+from .test_nonfinite import KEPT, REWIND
+
+
+def test_a_spike_needs_half_a_window_of_losses() -> None:
+    training = Training(spike_window=6, spike_deviations=2.0)
+    assert spike_limit(training, [4.0, 6.0], 100) == float("inf")
+    assert spike_limit(training, [4.0, 5.0, 6.0], 100) == 700
+    training = Training(spike_window=6, spike_deviations=None)
+    assert spike_limit(training, [4.0, 5.0, 6.0], 100) == float("inf")
+
+
+SPIKES = ("training.spike_window=4", "training.checkpoint_every=5", *KEPT)
+
+
+@pytest.mark.parametrize("off", ["training.spike_deviations=null", "training.spike_window=128"])
+def test_a_run_that_detects_no_spikes_does_not_count_them(
+    small_run: Callable[..., list[str]], tmp_path: Path, off: str
+) -> None:
+    assert train_spoiled(small_run("training.max_steps=4", off), {3: "spike"}) == 0
+    assert read_json(tmp_path / "run/summary.json")["spikes"] is None
+
+
+def test_a_spike_is_logged_and_kept(
+    small_run: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [*SPIKES, "training.spike_deviations=20"]
+    # the first comes before there is a mean
+    assert train_spoiled(small_run(*overrides), {1: "spike", 9: "spike"}) == 0
+    assert train_spoiled(small_run(*overrides, name="plain"), {}) == 0
+    assert_same(weights(tmp_path / "run"), weights(tmp_path / "plain"))
+    [row] = bad_batches(tmp_path / "run")
+    assert (row["step"], row["outcome"]) == (9, "kept")
+    assert [read_json(tmp_path / name / "summary.json")["spikes"] for name in ("run", "plain")] == [1, 0]
+    assert row["grad_norm"] > 0
+    assert bad_batches(tmp_path / "plain") == []
+    losses = [values[2] for values in curve(tmp_path / "plain")]
+    output = capsys.readouterr().out
+    assert f"step 9 kept: its loss {row['loss']:.2f} is a spike: " in output
+    assert f"standard deviations above the mean {sum(losses[4:8]) / 4:.2f}; its batch is windows" in output
+    recent = manifest(tmp_path / "run")["recent_losses"]
+    assert recent == [row["loss"] for row in read_metrics(tmp_path / "run/metrics.jsonl")][-4:]
+
+
+@pytest.mark.parametrize(("spoiled", "count"), [({5: "spike", 6: "loss"}, 1), ({6: "loss"}, 0)])
+def test_spikes_count_although_a_rewind_leaves_too_few_losses_for_the_next_one(
+    small_run: Callable[..., list[str]], tmp_path: Path, spoiled: dict[int, str], count: int
+) -> None:
+    # detected from step 5 on; the run ends with the losses of steps 1 to 3
+    overrides = small_run(*REWIND, "training.spike_window=8", "training.checkpoint_every=3", "training.max_steps=6")
+    assert train_spoiled(overrides, spoiled) == 0
+    assert manifest(tmp_path / "run")["rewound"] == [[3, 6]]
+    assert len(manifest(tmp_path / "run")["recent_losses"]) == 3
+    assert read_json(tmp_path / "run/summary.json")["spikes"] == count
+
+
+@pytest.mark.parametrize(
+    "policy", ["stop", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("skip", "rewind"))]
+)
+def test_a_spike_is_skipped_whatever_the_policy_for_non_finite_values(
+    small_run: Callable[..., list[str]], tmp_path: Path, policy: str
+) -> None:
+    overrides = [*SPIKES, "training.on_spike=skip", "training.spike_deviations=20"]
+    spiked = small_run(*overrides, f"training.on_nonfinite={policy}")
+    assert train_spoiled(spiked, {8: "spike", 9: "spike"}) == 0
+    assert train_spoiled(small_run(*overrides, name="bad"), {8: "gradient", 9: "loss"}) == 0
+    assert_same(weights(tmp_path / "run"), weights(tmp_path / "bad"))
+    assert manifest(tmp_path / "run")["skipped"] == [8, 9]
+    assert manifest(tmp_path / "run")["recent_losses"] == manifest(tmp_path / "bad")["recent_losses"]
+    assert [row["outcome"] for row in bad_batches(tmp_path / "run")] == ["skipped"] * 2
+
+
+def test_a_resumed_run_takes_the_same_losses_for_spikes(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+    # it hardly learns, and the limit is so low that some losses exceed it
+    overrides = [*SPIKES, "training.on_spike=skip", "training.spike_deviations=0.7", "training.max_steps=20",
+                 "optimizer.lr=1e-6"]  # fmt: skip
+    assert train(depthlm.compose(small_run(*overrides, name="straight"))) == 0
+    assert train(depthlm.compose(small_run(*overrides, "training.stop_after=11"))) == 0
+    assert train(depthlm.compose(small_run(*overrides))) == 0
+    run, straight = tmp_path / "run", tmp_path / "straight"
+    assert curve(run) == curve(straight)
+    assert bad_batches(run) == bad_batches(straight)
+    skipped = manifest(straight)["skipped"]
+    assert [read_json(folder / "summary.json")["spikes"] for folder in (run, straight)] == [len(skipped)] * 2
+    assert 2 < len(skipped) < 15
+    assert min(skipped) < 11 < max(skipped)
