@@ -1,6 +1,7 @@
 """Settings and fixtures of all tests: one thread, no network, a small corpus, and short runs on it."""
 
 import gc
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -54,6 +55,17 @@ def same_working_directory(pytestconfig: pytest.Config) -> Iterator[None]:
     """Leave the folder of a test, which is removed."""
     yield
     os.chdir(pytestconfig.rootpath)
+
+
+@pytest.fixture(autouse=True)
+def same_log_handlers() -> Iterator[None]:
+    """Remove the log handlers that a test adds, which would write to its captured output after it is closed."""
+    loggers = [logging.getLogger(), logging.getLogger("depthlm")]
+    before = [list(logger.handlers) for logger in loggers]
+    yield
+    for logger, handlers in zip(loggers, before, strict=True):
+        for handler in [handler for handler in logger.handlers if handler not in handlers]:
+            logger.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")
