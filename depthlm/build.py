@@ -1,6 +1,7 @@
 """Build a decoder from a configuration, with its initial weights or with those of a run."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,6 +14,8 @@ from depthlm.config.validate.decoder import check_target, factories
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.model import Decoder, initialize
+from depthlm.model.parametrization import parametrize
+from depthlm.model.shape import Size, SublayerSpec
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import WEIGHTS, newest_checkpoint, retrain
 from depthlm.runs.manifest import Manifest
@@ -28,10 +31,25 @@ def build_model(config: Config, device: str | torch.device = "cpu") -> Decoder:
     connection, attention = factories(config.model)
     with torch.device("meta"):
         model = Decoder(config.size, config.backbone, connection, attention, loops=config.model.loops)
+    parametrize_as(config, model)
     model.kernels = config.kernels
     if torch.device(device).type != "meta":
         draw_weights(config, model, device)
     return model
+
+
+def parametrize_as(config: Config, model: Decoder) -> None:
+    """Give a model the factors of `parametrization`. Raises ValueError if the mechanism refuses it or the base size."""
+    name, base = config.parametrization.name, config.parametrization.base_size
+    if name == "standard":
+        return
+    assert isinstance(base, Size)
+    connection, attention = factories(config.model)
+    same_depth = replace(base, num_layers=config.size.num_layers)
+    with torch.device("meta"):
+        narrow = Decoder(same_depth, config.backbone, connection, attention, loops=config.model.loops)
+        first = connection(SublayerSpec(0, "attention", config.model.loops * base.num_layers), base, config.backbone)
+    parametrize(model, narrow, name, first)
 
 
 def draw_weights(config: Config, model: Decoder, device: str | torch.device) -> None:

@@ -6,6 +6,7 @@ and what it sends in a pipeline in `pipeline`.
 
 import json
 import math
+import re
 from dataclasses import asdict, fields
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from depthlm.console import stdout_console
 from depthlm.counts import duration_text, gib_text
 from depthlm.errors import UserError
 from depthlm.model import Decoder
-from depthlm.model.parameters import group_of
+from depthlm.model.parameters import Factors, group_of
 from depthlm.optimizers import Groups, Optimizer
 from depthlm.optimizers.build import parameter_groups
 
@@ -57,6 +58,13 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
             group["name"], f"{group['parameters']:,}", f"{group['weight_decay']:g}", f"{group['learning_rate']:g}"
         )
     console.print(table)
+    if summary["parametrization"]:
+        head = right_columns("initial values", "learning rate", "weight decay", "epsilon")
+        table = Table(f"parametrization={config.parametrization.name}: factors", *head, box=box.SIMPLE)
+        for row in summary["parametrization"]:
+            factors = (f"{row[name]:.4g}" for name in Factors._fields)
+            table.add_row("\n".join(row["parameters"]), *factors)
+        console.print(table)
     table = Table(box=box.SIMPLE, show_header=False)
     # the lengths of documents are known only from their tokens
     whole = ", if a sequence is one document" if config.data.document_mask else ""
@@ -118,6 +126,7 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
         "size": config.size.name,
         "parameters": counts,
         "optimizer_groups": optimizer_rows(model, config.optimizer),
+        "parametrization": factor_rows(model),
         "flops_per_token": round(flops.training),
         "forward_flops_per_token": round(flops.forward),
         "extra": asdict(overhead(model)),
@@ -155,6 +164,17 @@ def optimizer_rows(model: Decoder, optimizer: Optimizer) -> list[dict[str, Any]]
     rows = sorted(counts.items(), key=lambda item: (names.index(item[0][0]), -item[1]))
     columns = ("name", "weight_decay", "learning_rate")
     return [dict(zip(columns, row, strict=True)) | {"parameters": count} for row, count in rows]
+
+
+def factor_rows(model: Decoder) -> list[dict[str, Any]]:
+    """Return the factors of a parametrization, and the parameters that have them, with * for the number of a layer.
+
+    Empty for the standard parametrization.
+    """
+    patterns: dict[Factors, dict[str, None]] = {}
+    for name, factors in model.factors.items():
+        patterns.setdefault(factors, {})[re.sub(r"\.\d+(?=\.)", ".*", name)] = None
+    return [{"parameters": list(names), **factors._asdict()} for factors, names in patterns.items()]
 
 
 def memory_per_gpu(

@@ -16,7 +16,7 @@ from depthlm.config.errors import ConfigError
 from depthlm.config.from_run import check_origin, directory_of, keeps_mechanism, own_overrides, raw_from_run, run_of
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf, keep_text
 from depthlm.config.keys import check_fields, replaced
-from depthlm.config.resolve import resolve, resolve_saved
+from depthlm.config.resolve import resolve, resolve_saved, with_base_size
 from depthlm.config.saved import load_config
 from depthlm.config.schema import Config
 from depthlm.config.validate.checks import check_machine, check_starts, check_together
@@ -119,6 +119,7 @@ def _resolved(
         config = resolve(config, given, own_texts, config_dir)
     else:
         config = resolve_saved(config, given, own_texts)
+    config = with_base_size(config, given, config_dir)
     if config.precision.name == "auto":
         config = replaced(config, {"precision.name": fast_precision(config)})
     if run is not None and saved is not None:

@@ -16,11 +16,22 @@ from depthlm.counts import SCALES, parse_count
 # characters of a run's name, beyond which a hash stands for the remaining settings; characters of that hash
 LONGEST, HASH = 60, 6
 # the sections of the configuration, those that matter most to a reader first; all others follow
-IMPORTANCE = ("model", "optimizer", "size", "backbone", "data", "schedule", "training", "precision", "init_from")
+IMPORTANCE = (
+    "model",
+    "optimizer",
+    "parametrization",
+    "size",
+    "backbone",
+    "data",
+    "schedule",
+    "training",
+    "precision",
+    "init_from",
+)
 # the sections whose keys have the shortest names: `lr` is that of the optimizer
 SHORTEST = ("optimizer", "schedule", "training", "data")
 # groups whose options say what they are
-BARE = ("model", "size", "data", "optimizer", "budget", "schedule", "precision", "deepspeed")
+BARE = ("model", "size", "data", "optimizer", "budget", "schedule", "precision", "deepspeed", "parametrization")
 # values that no other value is written like in a name: words, numbers, or a list of numbers
 EXACT = re.compile(r"[\w.+,]*|(\d+(\.\d+)?(e-\d+)?,?)+|\[[\d.,]*\]", re.ASCII)
 # what every name begins with

@@ -21,10 +21,11 @@ from depthlm.config.schema import Config, run_steps
 from depthlm.counts import count_text, parse_count
 from depthlm.errors import UserError
 from depthlm.locations import CONF, command
+from depthlm.model.shape import Size
 from depthlm.optimizers import Optimizer
 
 # groups whose option has the name in the configuration; the keys of the others are given one by one
-GROUPS = ("model", "backbone", "size", "data", "optimizer", "schedule", "precision")
+GROUPS = ("model", "backbone", "size", "parametrization", "data", "optimizer", "schedule", "precision")
 # where files are, and what is applied to the values already
 IGNORED = ("data.path", "budget", "experiment", "model.name")
 # values of data.document_mask
@@ -40,6 +41,7 @@ def protocol_texts(config: Config) -> dict[str, str]:
 
     training, optimizer, schedule = config.training, config.optimizer, config.schedule
     longest = training.validation_document_tokens
+    scaling, base = config.parametrization, config.parametrization.base_size
     steps = run_steps(config)
     batch = training.batch_size * training.sequence_length
     if schedule.warmup_steps is not None:
@@ -66,6 +68,7 @@ def protocol_texts(config: Config) -> dict[str, str]:
         + f", weight decay {optimizer.weight_decay:g}{_of_groups(optimizer, 'weight_decay', None)}"
         + f", gradient clipping {training.gradient_clipping:g}",
         "peak learning rate": f"{optimizer.lr:.4g}{_of_groups(optimizer, 'lr_scale', 1.0)}",
+        **({"parametrization": f"{scaling.name}, base size {base.name}"} if isinstance(base, Size) else {}),
         "schedule": f"{schedule.name}, {warmup}{floor}",
         "precision": config.precision.name,
         "budget": config.budget.name,
@@ -96,6 +99,8 @@ def shortest_overrides(config: Config, public: bool = False) -> list[str] | None
     """
     options, names = available_groups(None), {group: getattr(config, group).name for group in GROUPS}
     chosen = [f"{group}={name}" for group, name in names.items() if name in options[group]]
+    if isinstance(base := config.parametrization.base_size, Size) and base.name in options["size"]:
+        chosen.append(f"parametrization.base_size={base.name}")
     if names["model"] not in options["model"]:
         parts = {part: mechanism_option(part, getattr(config.model, part)) for part in ("connection", "attention")}
         chosen += [f"model/{part}={option}" for part, option in parts.items() if option is not None]

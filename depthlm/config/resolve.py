@@ -12,8 +12,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from depthlm.config.errors import ConfigError, listed, nearest
 from depthlm.config.experiment import Experiment
-from depthlm.config.hydra_context import compose_raw, hydra_at_conf
+from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf
 from depthlm.config.keys import check_fields, keys, override_text, replaced, value_of
 from depthlm.config.names import (
     Leading,
@@ -119,7 +120,8 @@ def _usual(overrides: Sequence[str], settings: Mapping[str, str], config_dir: st
 
 def _effect(overrides: Sequence[str], config_dir: str | Path | None) -> Config | None:
     config, _ = check_fields(compose_raw(overrides, config_dir))
-    return None if config is None else shrunk(config, by_name(overrides).keys(), overrides)
+    given = by_name(overrides).keys()
+    return None if config is None else with_base_size(shrunk(config, given, overrides), given, config_dir)
 
 
 def _without(overrides: Sequence[str], names: Set[str]) -> list[str]:
@@ -162,6 +164,33 @@ def with_derived(config: Config, given: Set[str], overrides: Sequence[str]) -> C
     if "model.name" not in given:
         values["model.name"] = mechanism_name(config.model.name, overrides)
     return replaced(config, values)
+
+
+def with_base_size(config: Config, given: Set[str], config_dir: str | Path | None) -> Config:
+    """Return the configuration with the size that parametrization.base_size names, and its rate and initial values.
+
+    A budget shrinks it like the size. Raises ConfigError if there is no such size.
+
+    given: the keys and groups that the overrides set; they stay unchanged.
+    """
+    name = config.parametrization.base_size
+    if not isinstance(name, str):
+        return config
+    known = available_groups(config_dir)["size"]
+    if name not in known:
+        raise ConfigError(
+            [f"parametrization.base_size={name}: no such size; allowed: {listed(known)}{nearest(name, known)}"]
+        )
+    with hydra_at_conf():
+        composed, _ = check_fields(compose_raw([f"size={name}"], config_dir))
+    assert composed is not None
+    base = replaced(composed.size, {"vocab_size": config.size.vocab_size})
+    base = replaced(replace(config, size=base), _widths(replace(config, size=base))).size
+    values: dict[str, Any] = {f"size.{key}": value_of(base, key) for key in ("init_std", "embedding_init_std")}
+    if config.optimizer.lr == config.size.lr:
+        values["optimizer.lr"] = base.lr
+    free = {key: value for key, value in values.items() if key not in given}
+    return replaced(config, free | {"parametrization.base_size": base})
 
 
 def leading(config: Config) -> Leading:

@@ -14,7 +14,7 @@ from depthlm.counts import Count
 from depthlm.data.settings import Data
 from depthlm.fields import key, section
 from depthlm.machine.environment import Device
-from depthlm.model.shape import Backbone, Size
+from depthlm.model.shape import Backbone, Parametrization, Size
 from depthlm.ops import KernelChoice
 from depthlm.optimizers import Optimizer
 
@@ -351,6 +351,7 @@ class Config:
     model: Model = section(Model, protocol=False)
     backbone: Backbone = section(Backbone)
     size: Size = section(Size)
+    parametrization: Parametrization = section(Parametrization)
     data: Data = section(Data)
     optimizer: Optimizer = section(Optimizer)
     schedule: Schedule = section(Schedule)

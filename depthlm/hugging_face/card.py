@@ -209,8 +209,8 @@ def protocol(config: Config, results: Results, environment: Mapping[str, Any]) -
     if start := config.fork_from or config.init_from:
         rows["started from"] = public(start)
     rows["tokens"] = f"{trained:,}"
-    names = ("steps", "batch", "optimizer", "peak learning rate", "schedule", "precision")
-    rows |= {name: texts[name] for name in names} | {"seed": f"{config.seed}"}
+    names = ("steps", "batch", "optimizer", "peak learning rate", "parametrization", "schedule", "precision")
+    rows |= {name: texts[name] for name in names if name in texts} | {"seed": f"{config.seed}"}
     if environment.get("device"):
         ranks = finite(environment.get("world_size")) or 1
         rows["device"] = str(environment["device"]) + (f", {ranks:g} ranks" if ranks > 1 else "")

@@ -109,12 +109,16 @@ class AttentionResiduals(Connection):
             raise ValueError(f"heads={heads}: needs values=raw, and neither mixing=scalars nor separate_qkv")
         self.window, self.heads = window, heads
         self.block_size = block_size or default_block_size(spec)
+        # a mean over blocks, each of which is a sum of outputs
+        self.accumulates = "sum" if mixing != "softmax" else 1 if values == "normed" else self.block_size
         self.mixing = mixing
         self.norm_eps = backbone.norm_eps
         self.normed = values == "normed"
         # None if the operator does not normalize the keys
         self.eps = backbone.norm_eps if key_norm != "none" and not self.normed else None
         self.factor = math.ceil(size.hidden_size / heads) ** -0.5 if scale else 1.0
+        exponent = 0.5 if scale else 1.0
+        self.width_exponents = {"query": exponent, "query_proj.weight": 1.0 + exponent}
         blocks = -(-spec.sublayer // self.block_size)
         self.num_sources = 1 + (blocks if window is None else min(blocks, window))
         self.begins_block = spec.sublayer % self.block_size == 0

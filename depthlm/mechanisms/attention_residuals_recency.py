@@ -9,7 +9,7 @@ reset. The other sources are the embedding and snapshots of the running sum at t
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,8 @@ class AttentionResidualsRecency(Connection):
     """
 
     colour = "#F4A582"
+    accumulates = "sum"
+    width_exponents: ClassVar = {"query": 1.0}
     # of the scores
     factor = 1.0
 

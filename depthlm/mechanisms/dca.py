@@ -17,7 +17,7 @@ Shapes: s reads, n sources, b batch, t tokens, d hidden size.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,8 @@ class DeepCrossAttention(Connection):
     """
 
     colour = "#009E73"
+    accumulates = "sum"
+    width_exponents: ClassVar = {"w": 1.0}
 
     def __init__(
         self,

@@ -53,6 +53,8 @@ class DDL(Connection):
     with a norm of its own that has no weight, where that code reads the normalized input of the sublayer.
     """
 
+    accumulates = "it normalizes each output, which a factor would not change"
+
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)
         self.eps = backbone.norm_eps

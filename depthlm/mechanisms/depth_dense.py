@@ -28,6 +28,8 @@ class DepthDense(Connection):
     initially consists of identity matrices, so that the decoder equals vanilla, and has no weight decay.
     """
 
+    accumulates = "sum"
+
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)
         num_sources, d = spec.sublayer + 1, size.hidden_size

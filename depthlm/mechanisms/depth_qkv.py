@@ -41,6 +41,8 @@ class DepthQKV(Connection):
     the backbone, but as wide as hidden_size / num_heads. Neither queries nor keys have a norm or RoPE.
     """
 
+    accumulates = 1
+
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)
         d = size.hidden_size

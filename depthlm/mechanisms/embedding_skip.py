@@ -25,6 +25,7 @@ class EmbeddingSkip(Connection):
     """A residual connection with two parameters per layer, initially a = 1 and b = 0, as vanilla."""
 
     colour = "#A6761D"
+    accumulates = "sum"
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)

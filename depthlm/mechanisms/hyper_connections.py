@@ -11,7 +11,7 @@ of each stream, without a weight. X_btnd are n streams of width D, which start a
 Shapes: b batch, t tokens, n streams (i new, j old), d hidden size.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,8 @@ class HyperConnections(Connection):
     """
 
     colour = "#882255"
+    accumulates = "sum"
+    width_exponents: ClassVar = {"w": 1.0}
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ x_i --+-> sublayer f ---(+)-> x_{i+1}
       `--- B A x -------'
 """
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,8 @@ class Laurel(Connection):
     """
 
     colour = "#999933"
+    accumulates = "sum"
+    width_exponents: ClassVar = {"down": 1.0}
 
     def __init__(
         self, spec: SublayerSpec, size: Size, backbone: Backbone, variant: str = "pa", rank: int = 8, last_k: int = 3

@@ -20,6 +20,8 @@ class LayerScale(Connection):
     start: the initial lambda; None: that of the paper for the depth, 0.1 up to 18 layers, 1e-5 up to 24, else 1e-6.
     """
 
+    accumulates = "sum"
+
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, start: float | None = None):
         super().__init__(spec, size, backbone)
         check([] if start is None else number(0.0, start=start))

@@ -19,7 +19,7 @@ Shapes: b batch, t tokens, n streams (i new, j old), d hidden size.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,8 @@ class ManifoldHyperConnections(Connection):
     """
 
     colour = "#CC79A7"
+    accumulates = "sum"
+    width_exponents: ClassVar = {"phi": 1.0}
 
     def __init__(
         self,
@@ -196,6 +198,8 @@ class GatedCollapse(nn.Module):
 
     start: as in ManifoldHyperConnections. norm_eps: of the norm, which has no weight.
     """
+
+    width_exponents: ClassVar = {"phi": 1.0}
 
     def __init__(self, n: int, d: int, start: str, norm_eps: float, eps: float):
         super().__init__()

@@ -37,6 +37,8 @@ class MRLA(Connection):
     the output that they read, and sigma is a sigmoid. Table 5 omits norms; ours is the mean over e in place of the sum.
     """
 
+    accumulates = "sum"
+
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)
         self.num_sources = spec.sublayer

@@ -41,6 +41,7 @@ class Mudd(Connection):
     """
 
     colour = "#E7298A"
+    accumulates = "sum"
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)

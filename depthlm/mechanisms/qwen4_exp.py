@@ -48,6 +48,7 @@ class Qwen4Exp(Connection):
     """
 
     colour = "#B2182B"
+    accumulates = "sum"
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, num_streams: int = 4, rank: int = 320):
         super().__init__(spec, size, backbone)

@@ -17,6 +17,8 @@ class ReZero(Connection):
     Assumed: the sublayers keep the norms of the backbone. The paper removes them, but Table 5 omits all norms.
     """
 
+    accumulates = "sum"
+
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)
         if spec.kind != "final":

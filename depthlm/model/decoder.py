@@ -20,6 +20,7 @@ from depthlm.model.connection import Connection, ConnectionFactory
 from depthlm.model.experts import Mixture, Routing
 from depthlm.model.layer import UNOBSERVED, Layer, Observer
 from depthlm.model.layers import Embedding, Head, Norm, rope_tables
+from depthlm.model.parameters import Factors
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.backend import fused, using
 from depthlm.ops.dropout import Dropout, dropout
@@ -59,6 +60,8 @@ class Decoder(nn.Module):
     end_of_text: the token that ends a document. With it, tokens attend only within their document and positions start
         at 0 in each document, so the logits equal those of the document alone. None: each sequence is one document.
     end_of_text_begins: whether that token belongs to the document after it, as its BOS token.
+    factors: of each parameter, by its name, in another parametrization than the standard one
+        (`depthlm.model.parametrization`); else empty.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Decoder(nn.Module):
         self.activation_checkpointing: bool | int | str = False
         self.is_compiled = False
         self.kernels = "auto"
+        self.factors: dict[str, Factors] = {}
         self.end_of_text: int | None = None
         self.end_of_text_begins = False
         self.head_and_loss: Callable[[Decoder, Tensor, Tensor, bool], Loss] = head_and_loss

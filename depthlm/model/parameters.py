@@ -29,6 +29,24 @@ class OwnedParameter(NamedTuple):
     name_in_owner: str
 
 
+class Factors(NamedTuple):
+    """Factors of the initial values, learning rate, weight decay and epsilon of a parameter."""
+
+    init: float = 1.0
+    lr: float = 1.0
+    weight_decay: float = 1.0
+    eps: float = 1.0
+
+    def scaled(self, c: float) -> "Factors":
+        """Return the factors of a parameter that includes the factor c of its output."""
+        return Factors(self.init * c, self.lr * c, self.weight_decay / c, self.eps / c)
+
+
+def factors_of(model: nn.Module, name: str) -> Factors:
+    """Return the factors of a parameter of a decoder, which are 1 in the standard parametrization."""
+    return getattr(model, "factors", {}).get(name, Factors())
+
+
 def owned_parameters(model: nn.Module) -> Iterator[OwnedParameter]:
     """Yield every parameter once, with its owner."""
     for path, module in model.named_modules():
@@ -96,20 +114,21 @@ def fp32_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def optimizer_groups(
     model: nn.Module, weight_decay: float, overrides: Mapping[str, tuple[float | None, float]] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the groups {params, names, weight_decay, lr_scale, kind}; each trained parameter is in exactly one group.
+    """Return the groups {params, names, weight_decay, lr_scale, eps_scale, kind}, with each trained parameter in one.
 
     kind: see `kind_of`; Muon may optimize those of kinds "matrix" and "experts". weight_decay: the argument for
-    parameters with two or more dimensions, else 0. lr_scale: 1. A module overrides the last two for its own and its
-    children's parameters:
+    parameters with two or more dimensions, else 0. lr_scale, eps_scale: 1. A module overrides weight_decay and lr_scale
+    for its own and its children's parameters:
 
         optimizer_settings = {"query": {"weight_decay": 0.0}, "gate.weight": {"lr_scale": 0.1}}
 
     overrides: by `group_of`, the weight decay of all its parameters (None: as above), and a further factor of lr_scale.
+    Both and epsilon are those of the base size, which the factors of a parametrization multiply.
 
     Raises: ValueError if `optimizer_settings` names an unknown parameter of that module, or an unknown setting.
     """
     settings, overrides = _declared(model), overrides or {}
-    groups: dict[tuple[str, float, float], dict[str, Any]] = {}
+    groups: dict[tuple[str, float, float, float], dict[str, Any]] = {}
     for owned in owned_parameters(model):
         if not owned.parameter.requires_grad:
             continue
@@ -117,9 +136,14 @@ def optimizer_groups(
         kind = kind_of(owned)
         of_kind, factor = overrides.get(group_of(owned.name, kind), (None, 1.0))
         decay = group_settings.get("weight_decay", weight_decay if len(shape_of(owned.parameter)) >= 2 else 0.0)
-        decay = decay if of_kind is None else of_kind
-        key = kind, decay, group_settings.get("lr_scale", 1.0) * factor
-        new = {"params": [], "names": [], "weight_decay": decay, "lr_scale": key[2], "kind": key[0]}
+        factors = factors_of(model, owned.name)
+        decay = (decay if of_kind is None else of_kind) * factors.weight_decay
+        key = kind, decay, group_settings.get("lr_scale", 1.0) * factor * factors.lr, factors.eps
+        new = {
+            "params": [],
+            "names": [],
+            **dict(zip(("kind", "weight_decay", "lr_scale", "eps_scale"), key, strict=True)),
+        }
         group = groups.setdefault(key, new)
         group["params"].append(owned.parameter)
         group["names"].append(owned.name)
@@ -168,7 +192,8 @@ def initialize(
     Raises: TypeError if a module owns parameters and does not define `init_parameter`.
     """
     for owned in list(owned_parameters(model)):
-        place(owned, _initial_values(owned, generator_for(seed, owned.name), std, backbone or Backbone()))
+        factor = factors_of(model, owned.name).init
+        place(owned, _initial_values(owned, generator_for(seed, owned.name), std, backbone or Backbone(), factor))
     for buffer in model.buffers():
         buffer.zero_()
 
@@ -184,15 +209,19 @@ def seed_for(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _initial_values(owned: OwnedParameter, generator: torch.Generator, std: float, backbone: Backbone) -> Tensor:
+def _initial_values(
+    owned: OwnedParameter, generator: torch.Generator, std: float, backbone: Backbone, factor: float
+) -> Tensor:
     module, name = owned.owner, owned.name_in_owner
     tensor = torch.zeros(owned.parameter.shape, dtype=torch.float32, device="cpu")
     # see Connection.output_gain
     gain = getattr(module, "init_gain", 1.0)
     init_parameter = getattr(module, "init_parameter", None)
     if init_parameter is not None:
-        init_parameter(name, tensor, generator, gain * std)
-    elif not isinstance(module, nn.Linear | nn.Embedding | Norm | Head | Embedding | Router | Experts):
+        # constants of a mechanism's definition have no factor
+        init_parameter(name, tensor, generator, gain * factor * std)
+        return tensor
+    if not isinstance(module, nn.Linear | nn.Embedding | Norm | Head | Embedding | Router | Experts):
         class_name = type(module).__name__
         raise TypeError(
             f"{owned.name}: {class_name} owns this parameter and has no init_parameter(name, tensor, generator, std)"
@@ -205,7 +234,7 @@ def _initial_values(owned: OwnedParameter, generator: torch.Generator, std: floa
         _draw(tensor, generator, module.init_std or std, backbone.init.replace("xavier_uniform", "normal"))
     else:
         _draw(tensor, generator, gain * std, backbone.init, gain)
-    return tensor
+    return tensor if factor == 1.0 else tensor.mul_(factor)
 
 
 def _draw(tensor: Tensor, generator: torch.Generator, std: float, distribution: str, gain: float = 1.0) -> None:

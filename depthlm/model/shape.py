@@ -120,6 +120,22 @@ class Backbone:
 
 
 @dataclass(frozen=True)
+class Parametrization:
+    """How initial values, rates, decay and epsilon follow from width and depth (`depthlm.model.parametrization`)."""
+
+    name: Literal["standard", "mup", "completep"] = key(
+        "standard",
+        "standard: as given; mup: such that the best learning rate of base_size is the best at other widths (AdamW and "
+        "its relatives); completep: also at other depths",
+    )
+    base_size: str | Size | None = key(
+        None,
+        "mup and completep: the size, as in size=, at which learning rate, decay and initial values are as given; by "
+        "default they are those of this size",
+    )
+
+
+@dataclass(frozen=True)
 class SublayerSpec:
     """The place of a connection or an attention in a decoder.
 

@@ -102,6 +102,8 @@ def state_bytes(model: nn.Module, config: Optimizer) -> int:
 def _optimizer(groups: list[dict[str, Any]], config: Optimizer, run_steps: int = 1) -> torch.optim.Optimizer:
     for group in groups:
         group["lr"] = config.lr * group["lr_scale"]
+        if group["eps_scale"] != 1.0:
+            group["eps"] = config.eps * group["eps_scale"]
     try:
         return optimizer_class(config)(groups, **arguments(config, run_steps))
     except (ValueError, TypeError) as error:

@@ -26,6 +26,10 @@ CASES = {
         ["data.sources.b.source=b"],
     ),
     "words": (["data=local", "data.source='my text, no. 2'"], ["data=local", "data.source='my text, no. 2'"]),
+    "parametrization": (
+        ["parametrization=completep", "parametrization.base_size=tiny"],
+        ["parametrization=completep", "parametrization.base_size=tiny"],
+    ),
     "budget": (["experiment=depth_attention/main", "model=mhc", "budget=smoke"], ["model=mhc"]),
 }
 

@@ -10,7 +10,7 @@ from depthlm.config.errors import listed
 from depthlm.config.names import check_name
 from depthlm.config.resolve import LENGTHS, tokenizer_exists
 from depthlm.config.schema import Config, run_steps, warmup_steps
-from depthlm.config.validate.decoder import check_mechanism, check_shape
+from depthlm.config.validate.decoder import check_mechanism, check_parametrization, check_shape
 from depthlm.data import (
     DataError,
     Manifest,
@@ -43,6 +43,7 @@ def check_together(config: Config, given: Set[str]) -> list[str]:
         *check_shape(config),
         *_check_vocabulary(config, given),
         *check_mechanism(config),
+        *check_parametrization(config),
         *_check_batch(config, given),
         *_check_length(config),
         *_check_optimizer(config, given),

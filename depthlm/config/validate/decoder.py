@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from hydra.utils import get_class
 from depthlm.config.errors import listed, nearest
 from depthlm.config.schema import Config, Model
 from depthlm.locations import install_command
-from depthlm.model.shape import Backbone, Size, SublayerSpec
+from depthlm.model.shape import Backbone, Parametrization, Size, SublayerSpec
 
 if TYPE_CHECKING:
     from depthlm.model.attention.self_attention import AttentionFactory
@@ -134,6 +135,48 @@ def check_mechanism(config: Config) -> list[str]:
                     settings = {k: v for k, v in getattr(config.model, name.split(".")[1]).items() if k != "_target_"}
                     errors.append(f"{name}: {str(error).splitlines()[0]}; its settings are {settings}")
     return list(dict.fromkeys(errors))
+
+
+def check_parametrization(config: Config) -> list[str]:
+    """Return the mistakes of a parametrization: without a base size, or where its factors are not known."""
+    name, base = config.parametrization.name, config.parametrization.base_size
+    shown = f"parametrization={name}: "
+    if name == "standard":
+        return [] if base is None else [f"{shown}has no base_size; give parametrization=mup or completep"]
+    if base is None:
+        return [f"{shown}give parametrization.base_size=<a size>, whose best learning rate is known"]
+    from depthlm.optimizers.build import optimizer_class
+
+    errors = []
+    if config.backbone.init == "xavier_uniform":
+        errors.append(f"{shown}backbone.init=xavier_uniform follows the width; give normal or truncated_normal")
+    if "ns_steps" in inspect.signature(optimizer_class(config.optimizer)).parameters or config.optimizer.needs_matrices:
+        errors.append(
+            f"{shown}its factors are those of AdamW, and optimizer={config.optimizer.name} updates whole matrices; "
+            "allowed: adamw, ademamix, schedule_free"
+        )
+    assert isinstance(base, Size)
+    at_base = replace(config, size=base, parametrization=Parametrization())
+    errors += [f"parametrization.base_size={base.name}: {line}" for line in check_mechanism(at_base)]
+    if name == "completep" and not errors:
+        errors += _check_depth(at_base)
+    return errors
+
+
+def _check_depth(config: Config) -> list[str]:
+    """Return why the factor of the outputs of sublayers is not known, if it is not."""
+    import torch
+
+    from depthlm.model.parametrization import summed_outputs
+
+    connection, _ = factories(config.model)
+    with torch.device("meta"):
+        first = connection(SublayerSpec(0, "attention", config.size.num_layers), config.size, config.backbone)
+    try:
+        summed_outputs(first)
+    except ValueError as error:
+        return [f"parametrization=completep: {error}; allowed: parametrization=mup"]
+    return []
 
 
 def check_shape(config: Config) -> list[str]:

@@ -1,0 +1,221 @@
+"""Rates that transfer: the factors equal the released code's, and training with them equals factors in the model."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import depthlm
+from depthlm.config import ConfigError
+from depthlm.config.schema import Config
+from depthlm.config.validate.decoder import check_parametrization
+from depthlm.locations import CONF
+from depthlm.model import Decoder
+from depthlm.model.parameters import Factors
+from depthlm.model.shape import Parametrization, Size
+from depthlm.optimizers.build import build_optimizer, parameter_groups
+
+from ..options import option
+from .conftest import PRESETS, configuration
+
+# twice as wide as nano_60k, three times as deep, with heads twice as wide
+WIDE = ["size=nano_60k", "size.hidden_size=64", "size.intermediate_size=176", "size.head_size=16", "size.num_layers=12",
+        "data.tokenizer=bytes", "precision=fp32", "parametrization.base_size=nano_60k"]  # fmt: skip
+WIDTH, DEPTH = 2.0, 3.0
+# without an equation for the factor of the outputs
+UNDEFINED = ["ddl", "deepnorm", "gated_residual", "highway", "siamese_norm"]
+
+
+def composed(*overrides: str) -> Config:
+    return depthlm.compose([*WIDE, *overrides])
+
+
+def nanogpt(name: str, complete: bool) -> Factors:
+    """The factors of parameters in model.py of github.com/EleutherAI/nanoGPT-mup, branches mup and completep.
+
+    Their `adam_eps` is one number, `depth_alpha_exp` is 1. Factors of outputs are in `output_factor`.
+    """
+    width_lr_scaling, depth_lr_scaling = 1 / WIDTH, 1.0
+    eps = 1 / WIDTH / DEPTH if complete else 1.0
+    is_hidden_weight = "proj.weight" in name
+    if is_hidden_weight and complete:
+        return Factors(1 / math.sqrt(WIDTH), width_lr_scaling * depth_lr_scaling, 1 / width_lr_scaling, eps)
+    if is_hidden_weight:
+        return Factors(1 / math.sqrt(WIDTH), width_lr_scaling, 1.0, eps)
+    return Factors(1.0, 1.0, 1.0, eps)
+
+
+def output_factor(name: str, complete: bool) -> float:
+    """What that code multiplies the result of a module by: logits, scores relative to 1 / sqrt(e), and branches."""
+    if name.startswith("final_norm"):
+        return 1 / WIDTH
+    if "q_norm" in name:
+        return (1 / 16) / (1 / math.sqrt(16)) * math.sqrt(8)
+    if "o_proj" in name or "down_proj" in name:
+        return 1 / DEPTH if complete else 1.0
+    return 1.0
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_the_factors_of_vanilla_are_those_of_the_released_code(complete: bool) -> None:
+    config = composed(f"parametrization={'completep' if complete else 'mup'}", "backbone.norm=layernorm")
+    model = depthlm.build_model(config, "meta")
+    for name, _ in model.named_parameters():
+        theirs, c = nanogpt(name, complete), output_factor(name, complete)
+        expected = theirs.init * c, theirs.lr * c, theirs.weight_decay / c, theirs.eps / c
+        torch.testing.assert_close(tuple(model.factors[name]), expected, rtol=1e-12, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("name", ["mup", "completep"])
+def test_training_equals_that_of_a_model_with_factors_of_outputs(name: str) -> None:
+    complete = name == "completep"
+    config = composed(f"parametrization={name}", "size.num_layers=3", "optimizer.eps=1e-4")
+    depth = 3 / 4 if complete else 1.0
+    ours = depthlm.build_model(config).double()
+    theirs = depthlm.build_model(replace(config, parametrization=Parametrization())).double()
+    of_outputs = {"final_norm": 1 / WIDTH, "q_norm": math.sqrt(8 / 16), "o_proj": 1 / depth, "down_proj": 1 / depth}
+    factors = {path: of_outputs.get(path.rpartition(".")[2], 1.0) for path, _ in theirs.named_modules()}
+    groups: list[dict[str, Any]] = []
+    for name, parameter in theirs.named_parameters():
+        path, of_ours = name.removesuffix(".weight"), ours.get_parameter(name)
+        is_hidden = isinstance(theirs.get_submodule(path), nn.Linear)
+        initial = (WIDTH**-0.5 if is_hidden else 1.0) * parameter
+        with torch.no_grad():
+            # initial values are those of fp32
+            torch.testing.assert_close(of_ours, factors[path] * initial, rtol=1e-6, atol=0)
+            parameter.copy_(of_ours / factors[path])
+        decay = config.optimizer.weight_decay if parameter.ndim > 1 else 0.0
+        groups.append(
+            {
+                "params": [parameter],
+                "lr": config.optimizer.lr * (1 / WIDTH if is_hidden else 1.0),
+                "weight_decay": decay * (WIDTH if is_hidden and complete else 1.0),
+                "eps": config.optimizer.eps * (1 / WIDTH / depth if complete else 1.0),
+            }
+        )
+    for path, module in theirs.named_modules():
+        module.register_forward_hook(lambda _module, _inputs, output, c=factors[path]: output if c == 1 else c * output)
+    optimizers = (
+        build_optimizer(ours, replace(config.optimizer, settings={})),
+        torch.optim.AdamW(groups, betas=tuple(config.optimizer.betas)),
+    )
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        tokens = torch.randint(300, (2, 17), generator=generator)
+        losses = []
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            losses.append(mean_loss(model, tokens))
+            losses[-1].backward()
+            optimizer.step()
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-11, atol=0)
+
+
+def parametrized(config: Config, name: Literal["mup", "completep"], base: Size) -> Config:
+    return replace(config, parametrization=Parametrization(name, base))
+
+
+def mean_loss(model: Decoder, tokens: Tensor) -> Tensor:
+    return model(tokens[:, :-1], tokens[:, 1:]).nll / tokens[:, 1:].numel()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_at_the_base_size_nothing_changes(preset: str) -> None:
+    standard = configuration(f"model={preset}", "size.num_layers=2")
+    scaled = parametrized(standard, "mup" if preset in UNDEFINED else "completep", standard.size)
+    plain, other = (depthlm.build_model(config) for config in (standard, scaled))
+    assert all(factors == Factors() for factors in other.factors.values())
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), other.parameters(), strict=True))
+    groups = [parameter_groups(model, standard.optimizer) for model in (plain, other)]
+    without_tensors = [[{**group, "params": None} for group in of_model] for of_model in groups]
+    assert without_tensors[0] == without_tensors[1]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "model/connection").glob("*.yaml")))
+def test_every_connection_says_what_depth_means(name: str) -> None:
+    of_base = configuration(f"model/connection={name}", "size.num_layers=4")
+    wide = replace(of_base.size, hidden_size=64, num_layers=12)
+    config = parametrized(replace(of_base, size=wide), "completep", of_base.size)
+    if name in UNDEFINED:
+        (error,) = check_parametrization(config)
+        assert error.startswith("parametrization=completep: not defined for ")
+        assert error.endswith("; allowed: parametrization=mup")
+        return
+    assert check_parametrization(config) == []
+    model = depthlm.build_model(config, "meta")
+    declared = {
+        f"{path}.{key}": exponent
+        for path, module in model.named_modules()
+        for key, exponent in getattr(module, "width_exponents", {}).items()
+        if f"{path}.{key}" in dict(model.named_parameters())
+    }
+    for parameter, exponent in declared.items():
+        assert model.factors[parameter].lr == pytest.approx(WIDTH**-exponent), parameter
+
+
+def test_a_mean_over_blocks_is_scaled_by_the_outputs_of_a_block() -> None:
+    overrides = ["parametrization=completep", "model=attention_residuals", "model.connection.block_size"]
+    fixed = depthlm.build_model(composed(*overrides[:2], f"{overrides[2]}=2"), "meta")
+    assert fixed.factors["layers.0.mlp.down_proj.weight"].lr == pytest.approx(1 / WIDTH)
+    growing = depthlm.build_model(composed(*overrides[:2]), "meta")
+    # ceil(2 L / 8) is 1 with 4 layers, and 3 with 12
+    assert growing.factors["layers.0.mlp.down_proj.weight"].lr == pytest.approx(1 / WIDTH / 3)
+
+
+@pytest.mark.parametrize(
+    ("placement", "names"),
+    [("post", ["attention_norm", "mlp_norm"]), ("both", ["attention_post_norm", "mlp_post_norm"])],
+)
+def test_the_norm_after_a_sublayer_has_its_factor(placement: str, names: list[str]) -> None:
+    model = depthlm.build_model(composed("parametrization=completep", f"backbone.norm_placement={placement}"), "meta")
+    for name in names:
+        assert model.factors[f"layers.3.{name}.weight"].init == pytest.approx(1 / DEPTH)
+    assert model.factors["layers.3.attention.o_proj.weight"].lr == pytest.approx(1 / WIDTH)
+
+
+def test_the_rate_and_the_initial_values_are_those_of_the_base_size() -> None:
+    base = option("size", "nano_60k")
+    config = depthlm.compose(["size=nano_330k", "parametrization=mup", "parametrization.base_size=nano_60k"])
+    assert (config.optimizer.lr, config.size.init_std) == (base["lr"], base["init_std"])
+    assert config.size.embedding_init_std == base["embedding_init_std"]
+    given = depthlm.compose(
+        ["size=nano_330k", "parametrization=mup", "parametrization.base_size=nano_60k", "optimizer.lr=1.2e-2"]
+    )
+    assert given.optimizer.lr == 1.2e-2
+    assert "lr0.012-mup" in (given.output_dir or "")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parametrization=mup"], "give parametrization.base_size"),
+        (["parametrization.base_size=micro"], "has no base_size"),
+        (["parametrization=mup", "parametrization.base_size=micr"], "no such size; allowed: .* did you mean `micro`"),
+        (["parametrization=mup", "parametrization.base_size=micro", "optimizer=muon"], "updates whole matrices"),
+        (["parametrization=mup", "parametrization.base_size=micro", "backbone.init=xavier_uniform"], "xavier_uniform"),
+        (["parametrization=mup", "parametrization.base_size={hidden_size:-1}"], "parametrization.base_size="),
+    ],
+)
+def test_a_parametrization_without_known_factors_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        depthlm.compose(overrides)
+
+
+def test_a_run_at_the_base_size_has_the_losses_of_the_standard_one(
+    small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    from depthlm.training import train
+
+    losses = []
+    for name, more in (("plain", []), ("scaled", ["parametrization=completep", "parametrization.base_size=micro"])):
+        overrides = small_run("training.max_steps=3", *more, name=name)
+        assert train(depthlm.compose(overrides)) == 0
+        losses.append([line for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines() if "loss" in line])
+    assert [row.split('"loss"')[1].split(",")[0] for row in losses[0]] == [
+        row.split('"loss"')[1].split(",")[0] for row in losses[1]
+    ]
