@@ -184,13 +184,13 @@ def with_base_size(config: Config, given: Set[str], config_dir: str | Path | Non
     with hydra_at_conf():
         composed, _ = check_fields(compose_raw([f"size={name}"], config_dir))
     assert composed is not None
-    base = replaced(composed.size, {"vocab_size": config.size.vocab_size})
-    base = replaced(replace(config, size=base), _widths(replace(config, size=base))).size
-    values: dict[str, Any] = {f"size.{key}": value_of(base, key) for key in ("init_std", "embedding_init_std")}
+    base = replace(config, size=composed.size)
+    base_size = replaced(base, _widths(base)).size
+    values: dict[str, Any] = {f"size.{key}": value_of(base_size, key) for key in ("init_std", "embedding_init_std")}
     if config.optimizer.lr == config.size.lr:
-        values["optimizer.lr"] = base.lr
+        values["optimizer.lr"] = base_size.lr
     free = {key: value for key, value in values.items() if key not in given}
-    return replaced(config, free | {"parametrization.base_size": base})
+    return replaced(config, free | {"parametrization.base_size": base_size})
 
 
 def leading(config: Config) -> Leading:
