@@ -6,7 +6,7 @@ x_0 -+-------------------------------------------------> * b_l
      `-> h -> * a_l -(+ b_l x_0)-> attention -(+)-> MLP -(+)-> h
 """
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ class EmbeddingSkip(Connection):
 
     colour = "#A6761D"
     accumulates = "sum"
+    depth_exponents: ClassVar = {"weight": 1.0}
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)

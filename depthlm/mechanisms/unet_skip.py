@@ -29,7 +29,7 @@ class UnetSkip(Connection):
     """A residual connection with one skip for each layer of the upper half, whose weight c is initially 1."""
 
     colour = "#66A61E"
-    accumulates = "sum"
+    accumulates = "its skips add whole hidden states, and their number grows with the depth"
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)

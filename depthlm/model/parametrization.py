@@ -16,6 +16,11 @@ A module declares those of its own and its children's parameters whose rate foll
 as m to a negative power: 1 for a vector over which a product sums, 2 for a matrix whose result another product sums.
 
     width_exponents = {"query": 1.0, "query_proj.weight": 2.0}
+
+In the same way, CompleteP takes m_L to a negative power for the rate of a parameter whose effect each layer adds to the
+hidden state beside the outputs, such as a learned factor of the residual stream:
+
+    depth_exponents = {"weight": 1.0}
 """
 
 import re
@@ -46,24 +51,25 @@ def parametrize(model: Decoder, base: Decoder, name: Literal["mup", "completep"]
     summed = summed_outputs(first) / summed_outputs(model.connections[0]) if complete else 1.0
     outputs = dict(_output_factors(model, base, width, summed))
     eps = 1 / (width * depth) if complete else 1.0
-    exponents = _width_exponents(model)
+    exponents, of_depth = _declared(model, "width_exponents"), _declared(model, "depth_exponents")
     model.factors = {}
     for owned, of_base in zip(owned_parameters(model), owned_parameters(base), strict=True):
         is_matrix = kind_of(owned) in ("matrix", "experts")
         exponent = exponents.get(owned.name, 1.0 if is_matrix else 0.0)
         m = owned.parameter.shape[-1] / of_base.parameter.shape[-1] if exponent else 1.0
         factors = Factors(m**-0.5, 1 / m, m if complete else 1.0, eps).scaled(m ** (1 - exponent))
+        factors = factors._replace(lr=factors.lr * depth ** -of_depth.get(owned.name, 0.0))
         module = owned.name.rpartition(".")[0]
         # the stacked matrices of experts are parameters of one module
         model.factors[owned.name] = factors.scaled(outputs.get(module, outputs.get(owned.name, 1.0)))
 
 
-def _width_exponents(model: nn.Module) -> dict[str, float]:
-    """Return what modules declare as `width_exponents`, by the names of the parameters."""
+def _declared(model: nn.Module, attribute: str) -> dict[str, float]:
+    """Return the exponents that modules declare, by the names of the parameters."""
     return {
         f"{path}.{name}": exponent
         for path, module in model.named_modules()
-        for name, exponent in getattr(module, "width_exponents", {}).items()
+        for name, exponent in getattr(module, attribute, {}).items()
     }
 
 

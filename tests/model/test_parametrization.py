@@ -28,7 +28,7 @@ WIDE = ["size=nano_60k", "size.hidden_size=64", "size.intermediate_size=176", "s
         "data.tokenizer=bytes", "precision=fp32", "parametrization.base_size=nano_60k"]  # fmt: skip
 WIDTH, DEPTH = 2.0, 3.0
 # without an equation for the factor of the outputs
-UNDEFINED = ["ddl", "deepnorm", "gated_residual", "highway", "siamese_norm"]
+UNDEFINED = ["ddl", "deepnorm", "gated_residual", "highway", "mudd", "siamese_norm", "unet_skip"]
 
 
 def composed(*overrides: str) -> Config:
