@@ -28,7 +28,7 @@ from depthlm.report.rows import Measured, Row, by_seed, difference, measured, ov
 from depthlm.report.sweep import Sweep, read_sweep
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import COMPLETE, WAITING, RunRecord, read_run, training_loss
-from depthlm.sweeps.points import Point, sweep_points
+from depthlm.sweeps import Point, sweep_points
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 ARCHIVE = RESULTS / "runs"
