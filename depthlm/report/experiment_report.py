@@ -138,7 +138,9 @@ def _inspected(sweep: Sweep, folder: Path, name: str) -> str:
 
 
 def protocol_parts(sweep: Sweep) -> list[str]:
-    """Return the protocol of a sweep and the sizes of its models, in Markdown."""
+    """Return the protocol of a sweep and the sizes of its models, in Markdown; empty without rows."""
+    if not sweep.rows:
+        return []
     lines: dict[tuple[str, str, str], list[RunRecord]] = {}
     for row, config in zip(sweep.rows, sweep.configs, strict=True):
         size = config.size

@@ -5,8 +5,8 @@ these settings its grid. Runs with the seeds of `experiment.selection_seeds` cho
 the experiment's first column. While it lies at the edge of the grid, the grid widens. The seeds of the points then
 report the chosen value.
 
-What is known follows from the points and from the records of their runs alone, so that a sweep that was interrupted
-goes on as it would have.
+What is known follows from the points and from the records of their runs alone, so a sweep that was interrupted makes
+the same choice.
 """
 
 import functools
@@ -160,7 +160,7 @@ def _of_group(
             choosing[value] = [interned(_selecting(point, str(seed))) for seed in experiment.selection_seeds]
         means = _means(choosing, experiment, read)
         best = min(_ordered(means), key=means.__getitem__) if means else None
-        wider = {} if best is None else _wider(grid, best, added, experiment.widen)
+        wider = {} if best is None else _wider(grid, means, best, added, experiment.widen)
         grid |= wider
     # in ascending order, however the grid grew
     selection = [point for value in _ordered(grid) for point in choosing[value]]
@@ -199,36 +199,40 @@ def _ordered(values: Iterable[Value]) -> list[Value]:
     return sorted(values, key=lambda value: [rank.index(text) for rank, text in zip(ranks, value, strict=True)])
 
 
-def _wider(grid: Mapping[Value, Point], best: Value, added: dict[str, int], widen: int) -> dict[Value, Point]:
+def _wider(
+    grid: Mapping[Value, Point], means: Mapping[Value, float], best: Value, added: dict[str, int], widen: int
+) -> dict[Value, Point]:
     """Return the values that the grid gains because the best one is at its edge, each with a point that has it.
 
     Each setting gains at most one value, with all values of the other setting. added: how many values each setting has
-    gained, which is counted.
+    gained, which is counted. A setting whose two outermost values have equal means has no effect, and gains none.
     """
     gained: dict[Value, Point] = {}
     for place, name in enumerate(added):
-        beyond = _beyond(name, axis(grid, place), best[place])
-        if beyond is None or added[name] >= widen:
+        texts = axis(grid, place)
+        edge = texts[:2] if best[place] == texts[0] else texts[:-3:-1] if best[place] == texts[-1] else []
+        numbers = [as_number(text or "") for text in edge]
+        if len(edge) < 2 or added[name] >= widen or not all(number and 0 < number < math.inf for number in numbers):
             continue
+        if math.isfinite(means[best]) and means.get(_with(best, place, edge[1])) == means[best]:
+            continue
+        beyond = _beyond(name, numbers[0] or 1.0, numbers[1] or 1.0)
         # the points of the other setting's values, whichever value they have of this one
-        others = {(*value[:place], beyond, *value[place + 1 :]): point for value, point in {**grid, **gained}.items()}
+        others = {_with(value, place, beyond): point for value, point in {**grid, **gained}.items()}
         points = {value: _changed(point, {name: beyond}) for value, point in others.items()}
-        if all(map(_is_allowed, points.values())):
+        if beyond not in texts and all(map(_is_allowed, points.values())):
             added[name] += 1
             gained |= points
     return gained
 
 
-def _beyond(name: str, values: Sequence[str | None], best: str | None) -> str | None:
-    """Return the value beyond the edge at which the best one lies, in the ratio of the two outermost values there."""
-    numbers = [as_number(text or "") for text in values]
-    if len(values) < 2 or not all(number is not None and 0 < number < math.inf for number in numbers):
-        return None
-    ends = numbers[:2] if best == values[0] else numbers[:-3:-1] if best == values[-1] else None
-    if ends is None or ends[0] is None or not ends[1]:
-        return None
-    beyond = normal_value(name, f"{ends[0] ** 2 / ends[1]:.3g}")
-    return None if beyond in values else beyond
+def _beyond(name: str, edge: float, inner: float) -> str:
+    """Return the value beyond the edge, in the ratio of the two outermost values, with three significant digits."""
+    return normal_value(name, f"{edge * edge / inner:.3g}")
+
+
+def _with(value: Value, place: int, text: str | None) -> Value:
+    return (*value[:place], text, *value[place + 1 :])
 
 
 def _is_allowed(point: Point) -> bool:

@@ -124,11 +124,21 @@ def test_the_seeds_of_the_choice_are_averaged() -> None:
     assert reported(points) == [("vanilla", 2e-3, "1")]
 
 
-def test_of_equal_values_the_smaller_one_is_chosen() -> None:
-    grid = [f"{LR}=4e-3,1e-3,2e-3", *CHOICE, "experiment.widen=1"]
-    points = sweep_points(grid, read=recorded(lambda given: 3.0))
-    assert tried(points) == [5e-4, 1e-3, 2e-3, 4e-3]
-    assert reported(points) == [("vanilla", 5e-4, None)]
+def test_of_equal_values_the_smaller_one_is_chosen_and_the_grid_does_not_widen() -> None:
+    points = sweep_points([f"{LR}=4e-3,1e-3,2e-3", *CHOICE], read=recorded(lambda given: 3.0))
+    assert tried(points) == [1e-3, 2e-3, 4e-3]
+    assert reported(points) == [("vanilla", 1e-3, None)]
+
+
+def test_the_factor_of_the_mechanisms_rate_is_chosen() -> None:
+    scale = "optimizer.groups.mechanism.lr_scale"
+    grid = ["model=vanilla,mhc", f"{scale}=0.5,1,2", f"experiment.best_over={scale}", CHOICE[1]]
+    # vanilla has no such parameters
+    loss = lambda given: 3.0 if given["model"] == "vanilla" else parabola(8.0, scale)(given)  # noqa: E731
+    points = sweep_points(grid, read=recorded(loss))
+    assert reported(points, scale) == [("vanilla", 0.5, None), ("mhc", 8.0, None)]
+    assert len([point for point in points if point.selects]) == 2 * (3 + 6)
+    assert compose(points[-1].overrides).optimizer.groups.mechanism.lr_scale == 8.0
 
 
 def test_two_settings_widen_by_all_values_of_the_other() -> None:
