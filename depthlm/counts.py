@@ -24,6 +24,16 @@ def parse_count(value: Any) -> int:
     return int(number)
 
 
+def as_number(text: str) -> float | None:
+    """Return a setting as a number, also in the form `10B`; None where it is not a number."""
+    for parse in (float, parse_count):
+        try:
+            return float(parse(text))
+        except ValueError:
+            pass
+    return None
+
+
 # an integer that may also be written as `300M` or `10B`
 Count = Annotated[int, BeforeValidator(parse_count)]
 

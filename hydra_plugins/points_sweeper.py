@@ -11,7 +11,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from depthlm.config.hydra_context import config_dir_of
-from depthlm.sweeps import sweep_points
+from depthlm.sweeps import Point, sweep_points
 
 
 class PointsSweeper(Sweeper):
@@ -25,20 +25,34 @@ class PointsSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
-        """Launch every point in order and print the state of each. Exits with code 1 if a point failed."""
+        """Launch every point in order and print the state of each. Exits with code 1 if a point failed.
+
+        Points that choose a value are launched first, then those that their results call for. A run that diverges
+        decides against its value: it neither fails the sweep nor is repeated.
+        """
         # imported late: Hydra imports every plugin, even to print help
         from depthlm.config.names import by_name, experiment_of, normal_value
         from depthlm.report.command import show_results
         from depthlm.runs.records import COMPLETE, FAILED, WAITING, read_run
-        from depthlm.sweeps.points import print_points
+        from depthlm.sweeps.best import undecided
+        from depthlm.sweeps.table import print_points
+
+        def diverged(point: Point) -> bool:
+            return point.selects and read_run(point.directory).diverged
 
         assert self.launcher is not None
+        launched: list[Point] = []
+        done: list[JobReturn] = []
         points = sweep_points(arguments, self.config_dir)
-        done = self.launcher.launch([point.overrides for point in points], initial_job_idx=0)
+        while new := [point for point in points if point not in launched and not diverged(point)]:
+            done += self.launcher.launch([point.overrides for point in new], initial_job_idx=len(launched))
+            launched += new
+            # with a choice, the results call for further points
+            points = sweep_points(arguments, self.config_dir, earlier=points)
         failed = [
             point.directory
-            for point, job in zip(points, done, strict=True)
-            if job.status != JobStatus.COMPLETED or job.return_value == math.inf
+            for point, job in zip(launched, done, strict=True)
+            if (job.status != JobStatus.COMPLETED or job.return_value == math.inf) and not diverged(point)
         ]
         # points that were refused: their directory contains a complete run with other settings, or nothing
         refused = [directory for directory in failed if read_run(directory).state in (COMPLETE, WAITING)]
@@ -47,6 +61,6 @@ class PointsSweeper(Sweeper):
         is_trained = normal_value("dry_run", by_name(arguments).get("dry_run", "false")) == "false"
         if is_trained and len(points) > 1 and experiments == {experiment_of(arguments)}:
             show_results(arguments, self.config_dir)
-        if failed:
+        if failed or any(not group.waits for group in undecided(points)):
             sys.exit(1)
         return done

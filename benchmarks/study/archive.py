@@ -27,8 +27,9 @@ from depthlm.files import replace_text
 from depthlm.report.rows import Measured, Row, by_seed, difference, measured, over_seeds, pooled
 from depthlm.report.sweep import Sweep, read_sweep
 from depthlm.run_directory import RunDirectory
-from depthlm.runs.records import COMPLETE, WAITING, RunRecord, read_run, training_loss
-from depthlm.sweeps.points import Point, sweep_points
+from depthlm.runs.records import COMPLETE, FAILED, WAITING, RunRecord, read_run, training_loss
+from depthlm.sweeps import Point, sweep_points
+from depthlm.sweeps.best import has_result
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 ARCHIVE = RESULTS / "runs"
@@ -111,6 +112,8 @@ def _record(lines: dict[str, Any], times: dict[tuple[int, int, str], float], nam
     line = lines.get(directory.name)
     if line is None:
         return RunRecord(directory, WAITING, [], {}, {}, None)
+    if "failure" in line:
+        return RunRecord(directory, FAILED, [], {}, {}, line["failure"])
     losses = enumerate(line.get("losses", []), 1)
     rows = [{"step": number, "tokens": tokens, "loss": loss, "mean_loss": loss} for number, (tokens, loss) in losses]
     settings, summary = line["settings"], line["summary"]
@@ -118,6 +121,12 @@ def _record(lines: dict[str, Any], times: dict[tuple[int, int, str], float], nam
     if trained in times:
         summary |= {"training_seconds": summary["tokens"] * times[trained]}
     return RunRecord(directory, COMPLETE, rows, summary, {}, None)
+
+
+def _recorded_or_read(lines: dict[str, Any], name: str) -> RunRecord:
+    """Return the record of a run from its line, or from its directory if it has none."""
+    run = _record(lines, {}, name)
+    return read_run(name) if run.state == WAITING else run
 
 
 def values_of(sweep: Sweep, key: str) -> list[str]:
@@ -217,14 +226,19 @@ def _with_interval(number: Measured | None, level: float, nats: Callable[[float]
 
 
 def line_of(point: Point) -> dict[str, Any] | None:
-    """Return the line of a run, or None if it is not complete, or if its code was not that of a commit."""
+    """Return the line of a run, or None if it is not complete, or if its code was not that of a commit.
+
+    A run that diverged has decided against the value of a choice, and has a line with its failure.
+    """
     run = read_run(point.directory)
-    if run.state != COMPLETE:
+    if not has_result(point, run):
         return None
     environment = json.loads(RunDirectory(run.directory).environment.read_text())
     if environment["git"] is None or environment["git"]["changed"]:
         print(f"{run.directory}: not recorded, since the code had changes that were not committed")
         return None
+    if run.diverged:
+        return {"run": run.directory.name, "failure": run.failure}
     return {
         "run": run.directory.name,
         "settings": decisive_settings(load_config(run.directory)),
@@ -246,7 +260,7 @@ def main() -> None:
     missing = parser.parse_args().missing
     for experiment in EXPERIMENTS:
         lines = lines_of(experiment)
-        points = sweep_points([f"experiment=depthlm/{experiment}"])
+        points = sweep_points([f"experiment=depthlm/{experiment}"], read=partial(_recorded_or_read, lines))
         if missing:
             absent = (point for point in points if Path(point.directory).name not in lines)
             print("".join(f"{' '.join(point.overrides)}\n" for point in absent), end="")

@@ -16,7 +16,7 @@ from depthlm.report.sweep import Sweep
 from depthlm.report.tables import number_text
 from depthlm.runs.plots import grid, legend_below, save, subplots
 from depthlm.runs.records import COMPLETE
-from depthlm.sweeps.points import Point
+from depthlm.sweeps.point import Point
 
 PICTURES = ("start.png", "rates.png", "loss_curves.png", "scaling.png", "sensitivity.png")
 SENSITIVITY = {

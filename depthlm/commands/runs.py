@@ -17,7 +17,7 @@ from depthlm.runs.listing import RunListing, list_runs, read_filters, value_text
 from depthlm.runs.progress import RunProgress, failure_text, progress_table
 from depthlm.runs.removal import Removal, plan_removal, remove
 from depthlm.streams import printable
-from depthlm.sweeps.points import STYLES
+from depthlm.sweeps.table import STYLES
 
 COLUMNS = {
     *("directory", "state", "model", "size", "tokens", "loss", "validation_loss", "age", "failure"),

@@ -1,9 +1,14 @@
 """The keys of conf/experiment: the points, and the paper's numbers."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from depthlm.fields import key
+
+# a list of settings, or a single one
+Names = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,10 @@ class Column:
     at: float = key(1.0, "share of the run's steps at which the number is read from metrics.jsonl", above=0, maximum=1)
 
 
+# the column of an experiment without columns
+VALIDATION_LOSS = Column(title="validation loss", metric="validation_loss", digits=4)
+
+
 @dataclass(frozen=True)
 class Experiment:
     """A table or figure that compares trained models. The rest of its file is the training protocol."""
@@ -38,6 +47,15 @@ class Experiment:
         "names the model, `task` what it is compared at (default: its size, data, training, backbone and budget); "
         "`paper` holds the paper's numbers by column: a number, `[number, spread]`, or null. A value `@label, "
         "task` stands for the run directory of that point",
+    )
+    best_over: Names = key(
+        [],
+        "one or two settings, such as optimizer.lr, whose values in the points are a grid: for each group of points "
+        "that differ in nothing else but the seed, the best value by the first column is chosen, and reported",
+    )
+    selection_seeds: list[int] = key([], "seeds of the runs that choose; the seeds of the points are those that report")
+    widen: int = key(
+        3, "the most values that the grid of a setting gains, for a group whose best value is at its edge", minimum=0
     )
     flops: float | None = key(
         None,

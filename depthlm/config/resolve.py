@@ -60,7 +60,7 @@ def resolve(config: Config, given: Set[str], overrides: Sequence[str], config_di
 def shrunk(config: Config, given: Set[str], overrides: Sequence[str]) -> Config:
     """Return a configuration shrunk to its budget, with one length, one warm-up and the batch in sequences."""
     config = with_batch_size(with_one_alternative(config, given))
-    return with_budget(config, given - keys_of_points(config.experiment.points, overrides))
+    return with_budget(config, given - keys_of_points(config.experiment, overrides))
 
 
 def run_directory(
@@ -198,14 +198,18 @@ def leading(config: Config) -> Leading:
     return Leading(config.model.name, config.size.name, str(config.seed))
 
 
-def keys_of_points(points: Sequence[Any], overrides: Sequence[str]) -> set[str]:
-    """Return the keys whose override equals a value in the experiment's points, so that it is not the user's choice."""
+def keys_of_points(experiment: Experiment, overrides: Sequence[str]) -> set[str]:
+    """Return the keys whose override is not the user's choice: the points have its value, or it widens their grid."""
     texts = by_name(overrides)
-    values = [(key, value) for line in points if isinstance(line, dict) for key, value in line.items()]
+    values = [(key, value) for line in experiment.points if isinstance(line, dict) for key, value in line.items()]
     return {
         key
         for key, value in values
-        if key in texts and any(texts[key] == str(v) for v in (value if isinstance(value, list) else [value]))
+        if key in texts
+        and (
+            key in experiment.best_over
+            or any(texts[key] == str(v) for v in (value if isinstance(value, list) else [value]))
+        )
     }
 
 

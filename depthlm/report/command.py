@@ -12,6 +12,7 @@ from depthlm.console import stdout_console
 from depthlm.errors import UserError
 from depthlm.files import replace_text
 from depthlm.locations import command
+from depthlm.report.choice import choice_tables
 from depthlm.report.comparison import comparison_tables
 from depthlm.report.experiment_report import experiment_report, state_line, warnings, with_available_metric
 from depthlm.report.figures.loss_curves import panels_of
@@ -22,6 +23,7 @@ from depthlm.report.tables import DASH, MISSING, Table, show
 from depthlm.runs.records import RunRecord
 from depthlm.runs.weights_and_biases import init as init_wandb
 from depthlm.streams import printable
+from depthlm.sweeps.best import undecided_text
 
 USAGE = (
     "give the overrides of train.py -m, with experiment=<paper>/<name> or without, or a folder of runs; "
@@ -70,7 +72,8 @@ def _report_sweep(
         path, tables = _write(folder, lambda: experiment_report(sweep, folder))
     else:
         path, tables = _write(folder, lambda: sweep_report(sweep, folder, panels_of(sweep)))
-    _show(path, tables, [*warnings(sweep), f"{state_line(sweep.runs)}."], project)
+    waiting = [f"{undecided_text(sweep.undecided)}."] if sweep.undecided else []
+    _show(path, tables, [*warnings(sweep), f"{state_line(sweep.runs)}.", *waiting], project)
     return path
 
 
@@ -103,7 +106,7 @@ def show_results(overrides: Sequence[str], config_dir: str | Path | None = None)
         tables = next(iter(comparison_tables(with_available_metric(sweep)).values()))
     else:
         tables = [results_table(sweep)]
-    for table in tables:
+    for table in [*tables, *choice_tables(sweep)]:
         show(table, console)
     for line in warnings(sweep):
         console.print(line, markup=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from depthlm.config.keys import flatten, in_protocol
 from depthlm.config.reproduce import protocol_texts
 from depthlm.config.schema import Config
 from depthlm.locations import command
+from depthlm.report.choice import choice_parts, choice_state, choice_tables
 from depthlm.report.comparison import comparison_tables, differences_from_baseline
 from depthlm.report.figures.charts import draw_bars, draw_lines
 from depthlm.report.figures.heatmap import draw_heatmap
@@ -54,6 +55,7 @@ def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:
     parts += [markdown(table) for tables in groups.values() for table in tables]
     parts.append(LEGEND)
     parts += differences_from_baseline(sweep)
+    parts += choice_parts(sweep, folder)
     if sweep.experiment.figure == "scaling":
         parts += _scaling(sweep, folder)
     elif sweep.experiment.figure != "none":
@@ -72,7 +74,7 @@ def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:
     name = "loss_curves.png"
     drawn = draw_loss_curves(panels_of(sweep), folder / name, sweep.stamp(), sweep.experiment.title)
     parts.append(picture("Loss curves", folder, name, drawn))
-    return "\n\n".join(parts) + "\n", next(iter(groups.values()))
+    return "\n\n".join(parts) + "\n", [*next(iter(groups.values())), *choice_tables(sweep)]
 
 
 def with_available_metric(sweep: Sweep) -> Sweep:
@@ -136,7 +138,9 @@ def _inspected(sweep: Sweep, folder: Path, name: str) -> str:
 
 
 def protocol_parts(sweep: Sweep) -> list[str]:
-    """Return the protocol of a sweep and the sizes of its models, in Markdown."""
+    """Return the protocol of a sweep and the sizes of its models, in Markdown; empty without rows."""
+    if not sweep.rows:
+        return []
     lines: dict[tuple[str, str, str], list[RunRecord]] = {}
     for row, config in zip(sweep.rows, sweep.configs, strict=True):
         size = config.size
@@ -180,7 +184,7 @@ def warnings(sweep: Sweep) -> list[str]:
 def _state(sweep: Sweep) -> list[str]:
     """Return the states of the runs: how many, where the incomplete ones are or why they failed, and which wait."""
     lines, waiting = [], []
-    for row in sweep.rows:
+    for row in [*sweep.selection, *sweep.rows]:
         for run, seed in zip(row.runs, row.seeds, strict=True):
             name = f"{row.label}, seed {seed}" if len(row.runs) > 1 else row.label
             if run.state == WAITING:
@@ -189,7 +193,7 @@ def _state(sweep: Sweep) -> list[str]:
                 step = "" if run.step is None else f"{run.step:,}"
                 failure = failure_text(run.failure, LONGEST_REASON) if run.state == FAILED else ""
                 lines.append(cells([name, run.state, step, number_text(run.loss, 4) if run.rows else "", failure]))
-    parts = [f"## State\n\n{state_line(sweep.runs)}."]
+    parts = [f"## State\n\n{state_line(sweep.runs)}.", *choice_state(sweep)]
     if lines:
         head = ["incomplete run", "state", "newest step", "training loss", "failure"]
         parts.append(markdown(Table(head, lines, words=True)))

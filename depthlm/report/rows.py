@@ -7,9 +7,9 @@ from statistics import mean, stdev
 
 from depthlm.config.experiment import Column
 from depthlm.config.names import setting_texts
-from depthlm.counts import parse_count
+from depthlm.counts import as_number
 from depthlm.runs.records import COMPLETE, RunRecord, read_run
-from depthlm.sweeps.points import Point
+from depthlm.sweeps.point import Point
 
 # metrics that describe a run but not its quality
 FACTS = {"parameters", "tokens", "steps", "training_flops", "forward_flops_per_token"}
@@ -100,6 +100,11 @@ def gather(points: Sequence[Point], read: Callable[[str], RunRecord] = read_run)
         Row(members, [read(point.directory) for point in members], members[0].parts or {"model": members[0].mechanism})
         for members in groups.values()
     ]
+    return labelled(rows)
+
+
+def labelled(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with labels of their own: those that several rows have get the settings in which these differ."""
     return with_unique_labels([replace(row, parts=row.parts | _distinguishing(row, rows)) for row in rows])
 
 
@@ -195,16 +200,6 @@ def setting(row: Row, name: str) -> str | None:
 def setting_title(name: str) -> str:
     """Return a setting's name for a figure: its last part, or those of two settings, as in `num heads / num layers`."""
     return " / ".join(part.rpartition(".")[2].replace("_", " ") for part in name.split(" / "))
-
-
-def as_number(text: str) -> float | None:
-    """Return a setting as a number, also in the form `10B`; None where it is not a number."""
-    for parse in (float, parse_count):
-        try:
-            return float(parse(text))
-        except ValueError:
-            pass
-    return None
 
 
 def ordered(values: Sequence[str]) -> list[str]:

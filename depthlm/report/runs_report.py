@@ -26,7 +26,7 @@ from depthlm.run_directory import RunDirectory
 from depthlm.runs.listing import run_folders
 from depthlm.runs.records import RunRecord, read_run, recorded_settings
 from depthlm.streams import printable
-from depthlm.sweeps.points import Point
+from depthlm.sweeps.point import Point
 
 # runs per table of differing settings
 BESIDE = 4

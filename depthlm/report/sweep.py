@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Hashable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -10,7 +10,7 @@ from statistics import fmean
 import depthlm
 from depthlm.config.compose import compose_anywhere
 from depthlm.config.errors import ConfigError, listed, nearest
-from depthlm.config.experiment import Column, Experiment
+from depthlm.config.experiment import VALIDATION_LOSS, Column, Experiment
 from depthlm.config.keys import on_resume, override_text
 from depthlm.config.names import by_name, experiment_of, normal_value, setting_text, short_key
 from depthlm.config.resolve import LENGTHS
@@ -22,11 +22,13 @@ from depthlm.report.rows import Measured, Row, difference, gather, measured, num
 from depthlm.report.time_to_baseline import METRIC as TIME_TO_BASELINE
 from depthlm.report.time_to_baseline import times_to_baseline
 from depthlm.runs.records import COMPLETE, RunRecord, read_run, recorded_settings
-from depthlm.sweeps.points import Point, expand, load_experiment, parsed_value, sweep_points
+from depthlm.sweeps.best import Undecided, undecided
+from depthlm.sweeps.point import Point
+from depthlm.sweeps.points import expand, load_experiment, parsed_value, sweep_points
 
 AVERAGE_PERPLEXITY = "validation/average_perplexity"
 # the default columns of an experiment
-LOSS = {"loss": Column(title="validation loss", metric="validation_loss", digits=4)}
+LOSS = {"loss": VALIDATION_LOSS}
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Sweep:
     """An experiment with its rows. columns: never empty; the first is what the figure draws.
 
     configs: the configuration of each row; rows of one task and optimizer share one. changed: the settings from the
-    command line that the experiment's points do not have.
+    command line that the experiment's points do not have. selection: the rows whose runs choose a value.
     """
 
     experiment: Experiment
@@ -61,11 +63,21 @@ class Sweep:
     columns: dict[str, Column]
     configs: list[Config]
     changed: list[str]
+    selection: list[Row] = field(default_factory=list)
 
     @property
     def runs(self) -> list[RunRecord]:
         """The runs of all rows."""
         return [run for row in self.rows for run in row.runs]
+
+    @property
+    def undecided(self) -> list[Undecided]:
+        """The groups that have not chosen a value."""
+        records = {
+            point.directory: run for row in self.selection for point, run in zip(row.points, row.runs, strict=True)
+        }
+        points = [point for row in [*self.selection, *self.rows] for point in row.points]
+        return undecided(points, records.__getitem__)
 
     @property
     def first(self) -> tuple[str, Column]:
@@ -267,15 +279,16 @@ def read_sweep(
     if name is not None and "," in name:
         raise ConfigError([f"experiment={name}: a report covers one experiment, like depth_attention/mixing_rule"])
     experiment = Experiment() if name is None else load_experiment(name, config_dir)
-    points = sweep_points(overrides, config_dir)
+    every_point = sweep_points(overrides, config_dir, read)
+    choosing, points = ([point for point in every_point if point.selects is selects] for selects in (True, False))
     # the report of an experiment lists the runs that do not follow the protocol of its points
-    real = points if name is not None else [with_real_length(point) for point in points]
+    real = points if name is not None or choosing else [with_real_length(point) for point in points]
     # an extended run may have become as long as another one, and would count as the same row
     are_distinct = len({frozenset(point.settings.items()) for point in real}) == len(points)
     rows = gather(real if are_distinct else points, read)
     columns, configs = experiment.columns or LOSS, _compose_rows(rows, config_dir)
     changed = [] if name is None else _changed(overrides, experiment, rows)
-    return with_derived(Sweep(experiment, rows, columns, configs, changed))
+    return with_derived(Sweep(experiment, rows, columns, configs, changed, gather(choosing, read)))
 
 
 def with_derived(sweep: Sweep) -> Sweep:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from depthlm.config.names import setting_text
 from depthlm.counts import count_text, duration_text
+from depthlm.report.choice import choice_parts, choice_state, choice_tables, settings_of
 from depthlm.report.comparison import difference_text
 from depthlm.report.experiment_report import LONGEST_REASON, picture, protocol_parts, state_line
 from depthlm.report.figures.loss_curves import Panel, draw_loss_curves
@@ -31,7 +32,8 @@ def sweep_report(
     settings: tables of the settings that differ. notes: sentences in Markdown. Raises OSError.
     """
     results = results_table(sweep)
-    parts = ["# Runs", f"{state_line(sweep.runs)}.", *notes, markdown(results), LEGEND]
+    parts = ["# Runs", f"{state_line(sweep.runs)}.", *choice_state(sweep), *notes, markdown(results), LEGEND]
+    parts += choice_parts(sweep, folder)
     parts += [markdown(table) for table in settings]
     name = "loss_curves.png"
     drawn = draw_loss_curves(panels, folder / name, sweep.stamp(), sweep.experiment.title)
@@ -40,7 +42,7 @@ def sweep_report(
     parts.append(markdown(every_run))
     failed = [
         f"- {plain(run_label(sweep, row, seed))} failed: {plain(failure_text(run.failure, LONGEST_REASON))}"
-        for row in sweep.rows
+        for row in [*sweep.selection, *sweep.rows]
         for run, seed in zip(row.runs, row.seeds, strict=True)
         if run.state == FAILED
     ]
@@ -49,7 +51,8 @@ def sweep_report(
         parts += protocol_parts(sweep)
     # of incomplete runs, the terminal shows how far they are
     is_complete = all(run.state == COMPLETE for run in sweep.runs)
-    return "\n\n".join(parts) + "\n", [results, *settings, *([] if is_complete else [every_run])]
+    tables = [results, *choice_tables(sweep), *settings, *([] if is_complete else [every_run])]
+    return "\n\n".join(parts) + "\n", tables
 
 
 def results_table(sweep: Sweep) -> Table:
@@ -89,7 +92,7 @@ def runs_table(sweep: Sweep) -> Table:
     """Return the table of every run: its state, its directory, and its results or progress."""
     head = ["run", "state", "step", "training loss", "validation loss", "perplexity", "tokens/s", "wall time", "folder"]
     table = []
-    for row in sweep.rows:
+    for row in [*sweep.selection, *sweep.rows]:
         for run, seed in zip(row.runs, row.seeds, strict=True):
             loss, step = number(run, "training_loss"), number(run, "steps") or run.step
             texts = [
@@ -108,7 +111,9 @@ def runs_table(sweep: Sweep) -> Table:
 
 def run_label(sweep: Sweep, row: Row, seed: str) -> str:
     """Return the label of a run: that of its row, with the seed where the sweep has several."""
-    several = "seed" not in row.parts and len({seed for row in sweep.rows for seed in row.seeds}) > 1
+    several = (
+        "seed" not in row.parts and len({seed for other in [*sweep.selection, *sweep.rows] for seed in other.seeds}) > 1
+    )
     return f"{row.label}, seed {seed}" if several else row.label
 
 
@@ -120,7 +125,7 @@ def _is_alike(sweep: Sweep, entry: Difference) -> bool:
         {
             name: value
             for name, value in settings.items()
-            if name != sweep.experiment.series and not name.startswith("model")
+            if name not in (sweep.experiment.series, *settings_of(sweep)) and not name.startswith("model")
         }
         for settings in (entry.row.settings, entry.reference.settings)
     )

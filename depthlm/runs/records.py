@@ -18,6 +18,8 @@ from depthlm.run_directory import RunDirectory
 LONGEST_ROW = 2**24
 # the states of a run, as printed in the tables of a sweep
 STATES = WAITING, RUNNING, STOPPED, FAILED, COMPLETE = "waiting", "running", "stopped", "failed", "complete"
+# the name of the error that ends a run whose loss, gradient or state stays non-finite
+DIVERGED = "DivergedError"
 
 
 class Validation(NamedTuple):
@@ -44,6 +46,11 @@ class RunRecord:
     def step(self) -> int | None:
         """The last logged step."""
         return self.rows[-1]["step"] if self.rows else None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether non-finite numbers, or too many bad batches in a row, ended the last attempt."""
+        return self.state == FAILED and (self.failure or "").startswith(f"{DIVERGED}: ")
 
     @property
     def loss(self) -> float | None:

@@ -26,7 +26,7 @@ from depthlm.config.compose import compose_anywhere
 from depthlm.errors import UserError
 from depthlm.locations import CONF, IS_CHECKOUT, PACKAGE, REPOSITORY
 from depthlm.machine.environment import git_state
-from depthlm.runs.records import COMPLETE, FAILED, WAITING, read_run
+from depthlm.runs.records import FAILED, WAITING, read_run
 from depthlm.slurm.cluster import (
     SETTINGS,
     Cluster,
@@ -37,7 +37,9 @@ from depthlm.slurm.cluster import (
     record_array,
 )
 from depthlm.sweeps import Point, check_points
-from depthlm.sweeps.points import STARTS, print_points
+from depthlm.sweeps.best import has_result, undecided, undecided_text
+from depthlm.sweeps.point import STARTS
+from depthlm.sweeps.table import print_points
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -86,12 +88,12 @@ def status(overrides: list[str], config_dir: str | None) -> None:
 
 
 def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -> None:
-    """Submit every point that is neither complete nor queued, from a snapshot in the folder."""
+    """Submit every point that is neither done nor queued, from a snapshot in the folder."""
     queued = queued_points([sweep_folder(point) for point in points])
     to_train = {
         point.directory: point
         for point in points
-        if point.directory not in queued and read_run(point.directory).state != COMPLETE
+        if point.directory not in queued and not has_result(point, read_run(point.directory))
     }
     deferred = {d for d, point in to_train.items() if any(start in queued for start in starting_runs(point))}
     if deferred:
@@ -99,6 +101,8 @@ def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -
         to_train = {directory: point for directory, point in to_train.items() if directory not in deferred}
     others = len(points) - len(to_train)
     print(f"{len(to_train)} points to train{f' ({others} more are complete, or have a job)' if others else ''}")
+    if groups := [group for group in undecided(points) if group.waits]:
+        print(f"{undecided_text(groups)}; repeat this command when these runs are complete, to submit the rest")
     if not to_train:
         return
     # this module imports torch

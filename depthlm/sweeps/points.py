@@ -2,8 +2,8 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
-from rich.markup import escape
 
 from depthlm.config.compose import compose
 from depthlm.config.errors import ConfigError, listed, nearest
@@ -20,101 +19,32 @@ from depthlm.config.experiment import Experiment
 from depthlm.config.from_run import run_of
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf
 from depthlm.config.keys import check_fields, override_text
-from depthlm.config.names import (
-    DEFAULTS,
-    Leading,
-    by_name,
-    experiment_of,
-    importance,
-    mechanism_name,
-    setting_texts,
-)
-from depthlm.config.resolve import leading, run_directory
+from depthlm.config.names import by_name, experiment_of, importance, setting_texts
+from depthlm.config.resolve import COMPOSING, leading
 from depthlm.config.schema import Config
 from depthlm.config.validate.explain import explain_overrides
-from depthlm.console import stdout_console
-from depthlm.runs.progress import failure_text, progress_of, progress_table, total_hours
-from depthlm.runs.records import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, finite, read_run
-
-# overrides that name the run, or folder, that a point starts from
-STARTS = ("init_from=", "fork_from=")
+from depthlm.runs.records import RunRecord, finite, read_run
+from depthlm.sweeps.best import with_choice
+from depthlm.sweeps.point import Point
 
 Compose = Callable[[Sequence[str], str | Path | None], Config]
 # keys of a point in an experiment's file that are not settings
 NAMES = ("label", "task", "paper")
-# of the states of a run in a table, for rich
-STYLES = {WAITING: "dim", RUNNING: "cyan", STOPPED: "yellow", FAILED: "red", COMPLETE: "green"}
-# groups whose settings define the task: points that differ in them are not compared
-TASK_GROUPS = ("size", "data", "training", "backbone", "budget")
 
 
-@dataclass(frozen=True)
-class Point:
-    """One run of a sweep: `python train.py <overrides>`, and what a comparison needs to know about it.
-
-    settings: those of the experiment's point and of the command line. parts: of its label, by the key that each is
-    from. paper: the paper's numbers, by column. follows: whether it starts from the checkpoint of another point.
-    defaults: mechanism, size and seed of the experiment's file. spreads: those printed beside the paper's numbers.
-    """
-
-    overrides: list[str]
-    settings: dict[str, str] = field(default_factory=dict)
-    parts: dict[str, str] = field(default_factory=dict)
-    paper: dict[str, float | None] = field(default_factory=dict)
-    follows: bool = False
-    config_dir: str | Path | None = None
-    defaults: Leading = DEFAULTS
-    spreads: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        """The label in a table of all points, such as `mhc, micro` or `mhc, lr 1e-3`, without the seed."""
-        return ", ".join(self.parts.values())
-
-    @property
-    def seed(self) -> str | None:
-        """The seed; None where the settings do not have it."""
-        return self.settings.get("seed")
-
-    @property
-    def mechanism(self) -> str:
-        """The name of the mechanism: a preset, or the parts that replace those of vanilla."""
-        parts = [f"{name}={value}" for name, value in self.settings.items() if name.startswith("model/")]
-        return mechanism_name(self.settings.get("model", "vanilla"), parts)
-
-    @property
-    def task(self) -> dict[str, str]:
-        """What the point is compared at: the task that the experiment's file names, or the settings that define it."""
-        if "task" in self.parts:
-            return {"task": self.parts["task"]}
-        return {
-            name: value
-            for name, value in self.settings.items()
-            if name.replace("/", ".").partition(".")[0] in TASK_GROUPS
-        }
-
-    @cached_property
-    def directory(self) -> str:
-        """The run directory."""
-        if not {"output_dir", "name"} & by_name(self.overrides).keys():
-            return run_directory(self.overrides, self.defaults, config_dir=self.config_dir)
-        with hydra_at_conf():
-            raw = compose_raw(self.overrides, self.config_dir)
-        return str(raw.output_dir or run_directory(self.overrides, self.defaults, raw.name, self.config_dir))
-
-    def checkable(self) -> list[str]:
-        """Return the overrides without the run it starts from, which need not exist before the sweep."""
-        if not self.follows:
-            return self.overrides
-        kept = [text for text in self.overrides if not text.startswith((*STARTS, "output_dir="))]
-        return [*kept, f"output_dir={self.directory}"]
-
-
-def sweep_points(overrides: Sequence[str], config_dir: str | Path | None = None) -> list[Point]:
+def sweep_points(
+    overrides: Sequence[str],
+    config_dir: str | Path | None = None,
+    read: Callable[[str], RunRecord] = read_run,
+    earlier: Sequence[Point] = (),
+) -> list[Point]:
     """Return every point: the product of all `key=a,b` axes, times the points of the experiment.
 
     An override of a setting of the experiment's points selects the points with that value. If no point has it, the
     override replaces the value in all points, and the paper's numbers no longer apply.
+
+    With `experiment.best_over`, these are the points that the runs so far call for (`depthlm.sweeps.best`). read:
+    returns the record of a run directory. earlier: points of a previous call, which keep what they have derived.
 
     Raises ConfigError if the points of the experiment are invalid.
     """
@@ -126,7 +56,22 @@ def sweep_points(overrides: Sequence[str], config_dir: str | Path | None = None)
             for point in points or [Point(combination, by_name(combination), config_dir=config_dir)]:
                 unique_points.setdefault(tuple(sorted(point.overrides)), point)
     points = list(unique_points.values())
-    return points if any(point.parts for point in points) else _named(points)
+    named = points if any(point.parts for point in points) else _named(points)
+    by_experiment: dict[tuple[str, ...], list[Point]] = {}
+    for point in named:
+        by_experiment.setdefault(_experiment_overrides(point.overrides), []).append(point)
+    known: list[Point] = []
+    for texts, members in by_experiment.items():
+        experiment = _composed_experiment(texts, config_dir) if texts else None
+        if experiment is not None and experiment.best_over:
+            members = with_choice(members, experiment, read, {tuple(point.overrides): point for point in earlier})
+        known += members
+    return known
+
+
+def _experiment_overrides(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return the overrides that choose an experiment and set its keys."""
+    return tuple(text for text in overrides if next(iter(by_name([text]))).partition(".")[0] == "experiment")
 
 
 def _named(points: list[Point]) -> list[Point]:
@@ -191,6 +136,14 @@ def _no_points(overrides: Sequence[str]) -> str:
 def load_experiment(name: str, config_dir: str | Path | None = None) -> Experiment:
     """Return the experiment of this name. Raises ConfigError if it does not exist or its file is invalid."""
     return replace(_load_experiment(name, config_dir).experiment, name=name)
+
+
+def _composed_experiment(texts: Sequence[str], config_dir: str | Path | None) -> Experiment | None:
+    """Return the experiment of these overrides; None for invalid ones, which composing a point reports."""
+    with hydra_at_conf(), suppress(*COMPOSING):
+        config, _ = check_fields(compose_raw(texts, config_dir))
+        return None if config is None else replace(config.experiment, name=experiment_of(texts) or "")
+    return None
 
 
 def _load_experiment(name: str, config_dir: str | Path | None) -> Config:
@@ -354,38 +307,3 @@ def parsed_value(text: str) -> Any:
         return OverridesParser.create().parse_override(f"key={text}").value()
     except HydraException:
         return text
-
-
-def print_points(
-    points: Sequence[Point], known: Mapping[str, str] | None = None, notes: Mapping[str, str] | None = None
-) -> None:
-    """Print one line per point: its state, progress and losses, and the reason of a failure.
-
-    known: states of run directories that override what their files say, for example from a scheduler. notes: what to
-    add to the lines of run directories, such as why a job waits.
-    """
-    common = set.intersection(*(set(point.overrides) for point in points)) if len(points) > 1 else set()
-    rows, states, progress = [], [], []
-    for number, point in enumerate(points):
-        run = read_run(point.directory)
-        state = (known or {}).get(point.directory, run.state)
-        states.append(state)
-        progress.append(progress_of(run))
-        name = point.label or " ".join(text for text in point.overrides if text not in common)
-        loss, validation = run.loss, run.number("validation_loss")
-        note = (notes or {}).get(point.directory) or (failure_text(run.failure) if state == FAILED else "")
-        rows.append(
-            {
-                "": str(number),
-                "point": escape(f"{name} (seed {point.seed})" if point.seed is not None and point.label else name),
-                "state": f"[{STYLES[state]}]{state}[/]" if state in STYLES else state,
-                **progress[-1].texts(),
-                "loss": "" if loss is None else f"{loss:.4f}",
-                "validation": "" if validation is None else f"{validation:.4f}",
-                "reason": escape(note),
-            }
-        )
-    console = stdout_console()
-    console.print(progress_table(rows))
-    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    console.print(f"{len(points)} points: {counts}{total_hours(progress)}")

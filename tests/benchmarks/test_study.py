@@ -2,8 +2,10 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ from depthlm.machine import environment
 from depthlm.report.sweep import Sweep
 from depthlm.runs.records import training_loss
 from depthlm.sweeps.points import sweep_points
+
+from ..report.made_up import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -102,6 +106,28 @@ def test_the_missing_runs_are_printed_as_overrides(
     archive.main()
     lines = capsys.readouterr().out.splitlines()
     assert [sweep_points(line.split()) for line in lines] == [[first], [second]]
+
+
+def test_a_choice_is_read_from_the_records_where_the_runs_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sweep = ["optimizer.lr=1e-3,2e-3", "seed=1", "experiment.best_over=optimizer.lr", "experiment.widen=1"]
+    sweep.append("experiment.selection_seeds=[11]")
+    names = [f"vanilla-tiny-seed11-lr{rate}" for rate in ("1e-3", "2e-3", "4e-3")]
+    of_all = {"settings": {"size.hidden_size": 1, "size.num_layers": 1, "model.name": "vanilla"}}
+    lines = {
+        name: of_all | {"run": name, "summary": {"steps": 1, "validation_loss": loss}}
+        for name, loss in zip(names[:2], (3.0, 2.9), strict=True)
+    }
+    write_run(f"outputs/default/{names[2]}", failure="DivergedError: 11 bad batches in a row")
+    (tmp_path / "outputs/default" / names[2] / "environment.json").write_text('{"git": {"changed": false}}')
+    *_, last, chosen = sweep_points(sweep, read=partial(archive._recorded_or_read, lines))
+    assert chosen.settings["optimizer.lr"] == "0.002"
+    line = archive.line_of(last)
+    shutil.rmtree(tmp_path / "outputs")
+    assert line is not None
+    assert sweep_points(sweep, read=partial(archive._recorded_or_read, lines | {names[2]: line}))[-1] == chosen
 
 
 @pytest.mark.slow

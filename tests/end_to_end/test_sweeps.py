@@ -79,6 +79,22 @@ def test_a_dry_run_of_a_sweep_prints_no_results(small_run: Callable[..., list[st
 
 
 @pytest.mark.slow
+def test_a_sweep_chooses_a_value_and_reports_it(small_run: Callable[..., list[str]], run: Run) -> None:
+    kept = [text for text in small_run("training.max_steps=2") if not text.startswith(("output_dir=", "seed="))]
+    choice = ["experiment.best_over=optimizer.lr", "experiment.selection_seeds=[11]", "experiment.widen=1"]
+    line = [*kept, "seed=1,2", "optimizer.lr=1e-5,2e-5", *choice]
+    done = run(*TRAIN, "-m", *line)
+    assert done.returncode == 0, done.stderr
+    # two steps at the highest rate are the best, and the runs that report have it
+    assert "5 points: 5 complete" in done.stdout
+    assert "4e-5 (selection seed 11)" in done.stdout
+    reported = run("-m", "depthlm", "report", *line)
+    assert reported.returncode == 0, reported.stderr
+    assert "at the edge of the grid" in reported.stdout
+    assert "2 runs: 2 complete" in reported.stdout
+
+
+@pytest.mark.slow
 def test_optuna_tunes_the_learning_rate_and_resumes_its_study(
     small_run: Callable[..., list[str]], tmp_path: Path, run: Run
 ) -> None:

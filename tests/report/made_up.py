@@ -14,7 +14,8 @@ from depthlm.config.experiment import Column, Experiment
 from depthlm.report.experiment_report import experiment_report
 from depthlm.report.rows import gather
 from depthlm.report.sweep import LOSS, Sweep, with_derived
-from depthlm.sweeps.points import Point, expand
+from depthlm.sweeps.point import Point
+from depthlm.sweeps.points import expand
 
 STEPS, SECONDS = 40, 98.7
 

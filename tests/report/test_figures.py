@@ -17,7 +17,7 @@ from depthlm.report.figures.charts import Line, Mark, _is_logarithmic, _lines, _
 from depthlm.report.figures.heatmap import cells_of, panels_of
 from depthlm.report.figures.style import OTHERS, Mechanism, mechanism_of, style_of
 from depthlm.report.rows import Row, measured, ordered, setting, setting_title
-from depthlm.sweeps.points import Point
+from depthlm.sweeps.point import Point
 
 from .made_up import directories, experiment, is_png, reported, sweep, write_run
 

@@ -26,7 +26,7 @@ from depthlm.report.figures.loss_curves import (
 from depthlm.report.figures.style import Mechanism, mechanism_of
 from depthlm.report.figures.validation_curves import mean_points
 from depthlm.runs.records import read_run
-from depthlm.sweeps.points import Point
+from depthlm.sweeps.point import Point
 
 from .made_up import SECONDS, directories, experiment, is_png, reported, sweep, write_run
 

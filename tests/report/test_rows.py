@@ -11,7 +11,7 @@ from depthlm.config.experiment import Column, Experiment
 from depthlm.report.rows import Measured, Row, by_seed, difference, gather, measured, number, paper, pooled
 from depthlm.report.sweep import Sweep
 from depthlm.runs.records import read_run
-from depthlm.sweeps.points import Point, sweep_points
+from depthlm.sweeps import Point, sweep_points
 
 from .made_up import STEPS, write_run
 

@@ -8,7 +8,7 @@ import pytest
 from depthlm.runs.progress import failure_text, hours_text, progress_of, total_hours
 from depthlm.runs.records import read_run
 from depthlm.sweeps import Point
-from depthlm.sweeps.points import print_points
+from depthlm.sweeps.table import print_points
 
 from .made_up import ON_GPUS, write_run
 

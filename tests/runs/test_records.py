@@ -9,7 +9,7 @@ import pytest
 
 from depthlm.runs.records import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, interval_losses, read_run
 from depthlm.sweeps import Point
-from depthlm.sweeps.points import print_points
+from depthlm.sweeps.table import print_points
 
 SUMMARY = {"steps": 100, "validation_loss": 2.5, "parameters": 10, "mfu": None}
 

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
 from depthlm.slurm.cluster import queued_points, record_array, waiting_text
-from depthlm.slurm.submit import next_snapshot, point_command, take_snapshot
+from depthlm.slurm.submit import main, next_snapshot, point_command, take_snapshot
 from depthlm.sweeps import Point, sweep_points
 
 from ..forks import Forks, environment_with
+from ..report.made_up import write_run
 
 Submit = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -216,6 +217,33 @@ def test_what_training_would_refuse_is_not_submitted(four_points: list[str], tmp
     done = submit(*four_points, "slurm.mem=1M")
     assert "0.00 GiB is what there is for each rank" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_choice_is_submitted_in_the_rounds_that_its_runs_call_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sweep = ["optimizer.lr=1e-3,2e-3", "seed=1", "experiment.best_over=optimizer.lr", "experiment.widen=0"]
+    sweep.append("experiment.selection_seeds=[11]")
+
+    def submitted(queued: set[str]) -> str:
+        monkeypatch.setattr("depthlm.slurm.submit.queued_points", lambda folders: queued)
+        main([*sweep, "slurm.gpus_per_node=0", "--dry-run"], "submit")
+        return capsys.readouterr().out
+
+    choosing = [point.directory for point in sweep_points(sweep)]
+    waiting = "1 group without a chosen value yet: vanilla (0 of 2 runs done); repeat this command when these runs"
+    assert waiting in submitted({*choosing})
+    monkeypatch.setattr("depthlm.slurm.submit.queued_points", lambda folders: {})
+    main([*sweep, "--status"], "submit")
+    assert "vanilla (0 of 2 runs done)" in capsys.readouterr().out
+    # a run that diverged has decided, and is not submitted again
+    write_run(choosing[0], 3.0)
+    write_run(choosing[1], failure="DivergedError: 11 bad batches in a row")
+    printed = submitted(set())
+    assert "1 points to train (2 more are complete, or have a job)" in printed
+    assert "optimizer.lr=0.001 seed=1" in printed
+    assert "without a chosen value" not in printed
 
 
 def test_points_wait_for_the_preparation_of_their_data(tmp_path: Path, submit: Submit) -> None:

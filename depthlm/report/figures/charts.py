@@ -2,14 +2,15 @@
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from depthlm.config.experiment import Column
+from depthlm.counts import as_number
 from depthlm.report.figures.style import Style, mechanism_of, style_of
-from depthlm.report.rows import Row, as_number, measured, ordered, paper, setting, setting_title
+from depthlm.report.rows import Measured, Row, measured, ordered, paper, setting, setting_title
 from depthlm.report.sweep import Difference, Sweep, references_text, title_of
 from depthlm.report.tables import signed_text
 from depthlm.runs.plots import distinct, grid, legend_below, log_ticks, save, short, subplots
@@ -28,11 +29,13 @@ class Mark:
     """A number at x, and half the width of its 95% interval over seeds; where y is nan, the line has a gap.
 
     x is None where the row lacks the setting, so that its number holds for the whole axis, or where x is unknown.
+    ringed: whether a ring is around it.
     """
 
     x: float | None
     y: float
     interval: float | None = None
+    ringed: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,12 +99,16 @@ def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
     return ["Error bars: 95% intervals over seeds, of differences paired by seed."]
 
 
-def draw_lines(sweep: Sweep, path: Path) -> list[str] | None:
+def draw_lines(
+    sweep: Sweep, path: Path, numbers: Mapping[str, Measured] | None = None, ringed: Set[str] = frozenset()
+) -> list[str] | None:
     """Draw the first column along the experiment's x; None where there is nothing to draw.
 
-    Where the protocol is not the paper's, the paper's numbers are in a separate panel. Returns notes on the figure.
+    Where the protocol is not the paper's, the paper's numbers are in a separate panel. numbers: by the label of a row,
+    what is drawn instead of its mean over seeds and the interval of that. ringed: the labels of rows to mark. Returns
+    notes on the figure.
     """
-    ours, papers = _lines(sweep, hollow=False), _lines(sweep, hollow=True)
+    ours, papers = _lines(sweep, False, numbers, ringed), _lines(sweep, True)
     # on one axis only if they are comparable
     panels = [lines for lines in ([ours + papers] if sweep.as_printed else [ours, papers]) if lines]
     if not panels:
@@ -134,25 +141,30 @@ def _notes(sweep: Sweep, ours: Sequence[Line], papers: Sequence[Line]) -> list[s
     return notes
 
 
-def _lines(sweep: Sweep, hollow: bool) -> list[Line]:
+def _lines(
+    sweep: Sweep, hollow: bool, numbers: Mapping[str, Measured] | None = None, ringed: Set[str] = frozenset()
+) -> list[Line]:
+    def mark(row: Row) -> Mark:
+        ours = measured(row, sweep.first[1]) if numbers is None else numbers.get(row.label)
+        return replace(_mark(sweep, row, hollow, ours), ringed=row.label in ringed)
+
     styles = style_of([mechanism_of(series.rows[0].points[0]) for series in sweep.series])
     lines = [
-        Line(series.name, style, [_mark(sweep, row, hollow) for row in series.rows], hollow)
+        Line(series.name, style, [mark(row) for row in series.rows], hollow)
         for series, style in zip(sweep.series, styles, strict=True)
     ]
     return [line for line in lines if any(math.isfinite(mark.y) for mark in line.marks)]
 
 
-def _mark(sweep: Sweep, row: Row, hollow: bool) -> Mark:
+def _mark(sweep: Sweep, row: Row, hollow: bool, ours: Measured | None = None) -> Mark:
     """Return the mark of a row; y is nan where the row has no number or no position on the axis."""
-    name, column = sweep.first
+    name = sweep.first[0]
     x = (_paper_place if hollow else _place)(sweep, row)
     if x is None and not _settings(sweep):
         return Mark(None, math.nan)
     if hollow:
         printed = paper(row, name)
         return Mark(x, math.nan if printed is None else printed)
-    ours = measured(row, column)
     return Mark(x, math.nan) if ours is None else Mark(x, ours.mean, ours.interval)
 
 
@@ -216,8 +228,13 @@ def _draw_line(axes: Any, line: Line, points: Sequence[tuple[float, Mark]]) -> N
         style |= {"mfc": "white", "mew": 1.4, "lw": 0.9, "alpha": 0.9}
     if any(math.isfinite(mark.y) for _, mark in points):
         x, y = [x for x, _ in points], [mark.y for _, mark in points]
-        intervals = [mark.interval or 0 for _, mark in points]
-        axes.errorbar(x, y, intervals if any(intervals) else None, capsize=3, label=line.label, **style)
+        intervals = [mark.interval or math.nan for _, mark in points]
+        axes.errorbar(
+            x, y, None if all(map(math.isnan, intervals)) else intervals, capsize=3, label=line.label, **style
+        )
+    ringed = [(x, mark.y) for x, mark in points if mark.ringed]
+    if ringed:
+        axes.plot(*zip(*ringed, strict=True), ls="", marker="o", ms=16, mfc="none", mec=look.colour, mew=1.5)
     for mark in line.marks:
         if mark.x is None and math.isfinite(mark.y):
             axes.axhline(mark.y, color=look.colour, ls=":" if line.hollow else "--", lw=1.3, label=line.label)

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf
 from depthlm.config.saved import is_own
 from depthlm.runs.plots import DASHES, MARKERS
-from depthlm.sweeps.points import Point
+from depthlm.sweeps.point import Point
 
 # of series with one colour: shares of white, negative ones of black
 SHADES = (0.0, -0.45, 0.4, 0.6)

@@ -1,0 +1,216 @@
+"""The choice of a value in a report: what was chosen in each group, the values beside it, and the runs spent on it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from depthlm.config.experiment import Column
+from depthlm.config.names import normal_value, short_key
+from depthlm.counts import as_number, counted, duration_text
+from depthlm.report.comparison import difference_text
+from depthlm.report.figures.charts import draw_lines
+from depthlm.report.rows import Measured, Row, by_seed, difference, labelled, measured, number, pooled
+from depthlm.report.sweep import Difference, Sweep, title_of
+from depthlm.report.tables import DASH, Table, cells, markdown, number_text, plain
+from depthlm.runs.records import WAITING, RunRecord
+from depthlm.sweeps.best import (
+    Value,
+    axis,
+    group_of,
+    reported_parts,
+    selection_column,
+    undecided_text,
+    value_of,
+)
+
+LEGEND = (
+    "Below and above: the neighbours of the chosen value in the grid, with their differences from it between runs with "
+    "the same seed. In brackets: the 95% interval over the seeds that choose, by Student's t; the variance is pooled "
+    "over the neighbours of a row's group. Where it contains 0, the seeds do not separate the two values."
+)
+
+NOTE = (
+    "Rings: the chosen values. Error bars: the 95% intervals of the table, of the differences of the neighbours from "
+    "the chosen value. Lines are broken where a run diverged or is missing."
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The grid of a group: its rows by their values; chosen: None while it is not known."""
+
+    label: str
+    grid: dict[Value, Row]
+    chosen: Value | None
+    column: Column
+
+    @property
+    def runs(self) -> list[RunRecord]:
+        """The runs that choose."""
+        return [run for row in self.grid.values() for run in row.runs]
+
+    def diverged(self, value: Value) -> bool:
+        """Return whether a run with this value is without a finite number."""
+        row = self.grid[value]
+        return len(by_seed(row, self.column)) < len(row.runs)
+
+    def beside(self, place: int) -> tuple[Value | None, Value | None]:
+        """Return the values below and above the chosen one by one setting; None at the edges."""
+        assert self.chosen is not None
+        by_text = {value[place]: value for value in self.grid if _without(value, place) == _without(self.chosen, place)}
+        texts = axis(by_text.values(), place)
+        at = texts.index(self.chosen[place])
+        return (
+            by_text[texts[at - 1]] if at > 0 else None,
+            by_text[texts[at + 1]] if at + 1 < len(texts) else None,
+        )
+
+    def differences(self) -> dict[Value, Measured | None]:
+        """Return the differences of all neighbours from the chosen value, with a common deviation.
+
+        None for a neighbour of which a run diverged: the other seeds do not stand for it.
+        """
+        assert self.chosen is not None
+        values = [value for place in range(len(self.chosen)) for value in self.beside(place) if value is not None]
+        best = self.grid[self.chosen]
+        ours = [None if self.diverged(value) else difference(self.grid[value], best, self.column) for value in values]
+        return dict(zip(values, pooled(ours), strict=True))
+
+
+def groups_of(sweep: Sweep) -> list[Group]:
+    """Return the groups of a sweep that choose a value, in the order of its points."""
+    chosen = {group_of(row.points[0]): value_of(row.points[0]) for row in sweep.rows}
+    grids: dict[frozenset[tuple[str, str]], dict[Value, Row]] = {}
+    for row in sweep.selection:
+        grids.setdefault(group_of(row.points[0]), {})[value_of(row.points[0])] = row
+    points = [next(iter(grid.values())).points[0] for grid in grids.values()]
+    names = labelled([Row([replace(p, settings=dict(group_of(p)))], [], reported_parts(p)) for p in points])
+    return [
+        Group(
+            name.label,
+            grid,
+            chosen.get(key),
+            selection_column(sweep.experiment, (run for row in grid.values() for run in row.runs)),
+        )
+        for name, (key, grid) in zip(names, grids.items(), strict=True)
+    ]
+
+
+def choice_parts(sweep: Sweep, folder: Path) -> list[str]:
+    """Draw the losses over the grids into a folder; return the section of a report in Markdown, empty without a choice.
+
+    Raises OSError.
+    """
+    if not sweep.selection:
+        return []
+    groups = groups_of(sweep)
+    table = replace(choice_table(sweep), title="")
+    parts = ["## Choice", markdown(table), LEGEND, plain(_spent(sweep))]
+    for place, name in enumerate(settings_of(sweep)):
+        file = f"choice_{short_key(name).replace('/', '_')}.png"
+        if _draw(sweep, groups, place, folder / file):
+            parts += [f"![The choice of {name}]({file})", NOTE]
+        else:
+            # the figure of an earlier report must not be shown in this one
+            (folder / file).unlink(missing_ok=True)
+    return parts
+
+
+def choice_state(sweep: Sweep) -> list[str]:
+    """Return the groups without a chosen value as a sentence in Markdown; empty if there are none."""
+    groups = sweep.undecided
+    return [f"{plain(undecided_text(groups))}."] if groups else []
+
+
+def choice_tables(sweep: Sweep) -> list[Table]:
+    """Return the table of the chosen values; none without a choice."""
+    return [choice_table(sweep)] if sweep.selection else []
+
+
+def settings_of(sweep: Sweep) -> tuple[str, ...]:
+    """Return the settings whose values are chosen."""
+    return sweep.selection[0].points[0].best_over if sweep.selection else ()
+
+
+def choice_table(sweep: Sweep) -> Table:
+    """Return the table of the chosen values: a row for each group and setting."""
+    groups, names = groups_of(sweep), settings_of(sweep)
+    rows = [cells([group.label, *texts]) for group in groups for texts in _lines(group, names)]
+    title = title_of(sweep.first[0], groups[0].column)
+    return Table(["", "setting", "chosen", title, "below", "above", "runs", "remark"], rows, "Choice", words=True)
+
+
+def _lines(group: Group, names: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the cells of a group for each setting, without its label."""
+    spent = str(sum(run.state != WAITING for run in group.runs))
+    if group.chosen is None:
+        for name in names:
+            yield [short_key(name), DASH, DASH, DASH, DASH, spent, "not chosen yet"]
+        return
+    best, column, differences = group.grid[group.chosen], group.column, group.differences()
+    loss = measured(best, column)
+    for place, name in enumerate(names):
+        texts, remarks = [], [] if len(best.runs) > 1 else ["one seed: no interval"]
+        beside = group.beside(place)
+        for value in beside:
+            if value is None:
+                texts.append(DASH)
+                continue
+            text, ours = _text(name, value[place]), differences[value]
+            if ours is None:
+                texts.append(f"{text}: diverged")
+                continue
+            texts.append(f"{text}: {difference_text(Difference(group.grid[value], best, ours, None), column)}")
+            if ours.interval is not None and abs(ours.mean) <= ours.interval:
+                remarks.append(f"not separated from {text}")
+        # words have no edge
+        if None in beside and as_number(group.chosen[place] or "") is not None:
+            remarks.append("at the edge of the grid")
+        shown = number_text(None if loss is None else loss.mean, column.digits)
+        yield [short_key(name), _text(name, group.chosen[place]), shown, *texts, spent, "; ".join(remarks)]
+
+
+def _text(name: str, value: str | None) -> str:
+    return "default" if value is None else normal_value(name, value)
+
+
+def _without(value: Value, place: int) -> Value:
+    return (*value[:place], *value[place + 1 :])
+
+
+def _spent(sweep: Sweep) -> str:
+    """Return how many runs choose and how many report, with the training time of the complete ones."""
+    texts = []
+    for rows in (sweep.selection, sweep.rows):
+        runs = [run for row in rows for run in row.runs if run.state != WAITING]
+        seconds = [value for run in runs if (value := number(run, "wall_seconds")) is not None]
+        time = f", {duration_text(sum(seconds))} of training in those that are complete" if seconds else ""
+        texts.append(f"{counted(len(runs), 'run')}{time}")
+    return f"Spent to choose: {texts[0]}. To report: {texts[1]}."
+
+
+def _draw(sweep: Sweep, groups: Sequence[Group], place: int, path: Path) -> bool:
+    """Draw the column over one setting, a line for each group; return whether there is anything to draw.
+
+    Another setting has its chosen value, or each of its values where none is chosen.
+    """
+    rows, numbers, ringed = [], {}, set()
+    for group in groups:
+        differences = {} if group.chosen is None else group.differences()
+        for value, row in group.grid.items():
+            if group.chosen is not None and _without(value, place) != _without(group.chosen, place):
+                continue
+            fixed = [f"{text}" for text in _without(value, place)] if group.chosen is None else []
+            name = ", ".join([group.label, *fixed])
+            point = replace(row.points[0], settings=row.points[0].settings | {"group": name}, paper={})
+            drawn = Row([point, *row.points[1:]], row.runs, {"label": name, "value": str(value[place])})
+            rows.append(drawn)
+            if value == group.chosen:
+                ringed.add(drawn.label)
+            if not group.diverged(value) and (loss := measured(row, group.column)) is not None:
+                # the interval of the loss itself would be that of the seeds, which all values share
+                ours = differences.get(value)
+                numbers[drawn.label] = replace(loss, deviation=None) if ours is None else replace(ours, mean=loss.mean)
+    experiment = replace(sweep.experiment, series="group", x=settings_of(sweep)[place], fits={}, title="")
+    curves = Sweep(experiment, rows, {sweep.first[0]: groups[0].column}, [], [])
+    return draw_lines(curves, path, numbers, ringed) is not None

@@ -1,0 +1,301 @@
+"""The best value of a setting for each group of points, as the runs of a sweep choose it.
+
+Points that differ in nothing but the settings of `experiment.best_over` and the seed are a group, and the values of
+these settings its grid. Runs with the seeds of `experiment.selection_seeds` choose the value with the lowest mean of
+the experiment's first column. While it lies at the edge of the grid, the grid widens. The seeds of the points then
+report the chosen value.
+
+What is known follows from the points and from the records of their runs alone, so a sweep that was interrupted makes
+the same choice.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import NamedTuple
+
+from depthlm.config.compose import compose_anywhere
+from depthlm.config.errors import ConfigError, nearest
+from depthlm.config.experiment import VALIDATION_LOSS, Column, Experiment
+from depthlm.config.keys import keys, override_text
+from depthlm.config.names import by_name, normal_value, setting_text
+from depthlm.counts import as_number, counted
+from depthlm.runs.records import COMPLETE, RunRecord, read_run
+from depthlm.sweeps.point import Point
+
+# the most settings of best_over
+MOST = 2
+
+Read = Callable[[str], RunRecord]
+# the values of the settings of best_over in a point, as `normal_value` spells them; None where the point has none
+Value = tuple[str | None, ...]
+
+
+class Undecided(NamedTuple):
+    """A group without a chosen value: its label, its runs that choose, and how many of these are done."""
+
+    label: str
+    runs: int
+    done: int
+
+    @property
+    def waits(self) -> bool:
+        """Whether a choice still waits for runs."""
+        return self.done < self.runs
+
+
+def with_choice(
+    points: Sequence[Point], experiment: Experiment, read: Read, earlier: Mapping[tuple[str, ...], Point]
+) -> list[Point]:
+    """Return the points that choose, as far as they are known, then those that report a chosen value.
+
+    points: every value of the grids with every seed that reports. read: returns the record of a run directory. earlier:
+    points by their overrides, which are returned again. Groups with a single value have nothing to choose.
+
+    Raises ConfigError for mistakes in `experiment.best_over` and `experiment.selection_seeds`.
+    """
+    settings = tuple(dict.fromkeys(experiment.best_over))
+    groups: dict[frozenset[tuple[str, str]], list[Point]] = {}
+    for point in points:
+        point = replace(point, best_over=settings)
+        groups.setdefault(group_of(point), []).append(point)
+    if errors := _mistakes(list(groups.values()), settings, experiment):
+        raise ConfigError(errors)
+    read = functools.cache(read)
+    chosen = [_of_group(members, experiment, read, earlier) for members in groups.values()]
+    return [*itertools.chain(*(choosing for choosing, _ in chosen)), *itertools.chain(*(rest for _, rest in chosen))]
+
+
+def group_of(point: Point) -> frozenset[tuple[str, str]]:
+    """Return what the points of a group have in common: the settings without the seed and those of best_over."""
+    return frozenset((name, value) for name, value in point.settings.items() if name not in ("seed", *point.best_over))
+
+
+def value_of(point: Point) -> Value:
+    """Return the values of a point's settings of best_over."""
+    given = point.settings
+    return tuple(normal_value(name, given[name]) if name in given else None for name in point.best_over)
+
+
+def has_result(point: Point, run: RunRecord) -> bool:
+    """Return whether a run is done: it is complete, or it diverged, which decides against its value."""
+    return run.state == COMPLETE or (point.selects and run.diverged)
+
+
+def selection_column(experiment: Experiment, runs: Iterable[RunRecord]) -> Column:
+    """Return the column by which these runs choose: the first, or the validation loss if none of them has the first."""
+    first = next(iter(experiment.columns.values()), VALIDATION_LOSS)
+    return first if any(run.number(first.metric, first.at) is not None for run in runs) else VALIDATION_LOSS
+
+
+def axis(values: Iterable[Value], place: int) -> list[str | None]:
+    """Return the distinct values of one setting, ascending if all are numbers, else in their order."""
+    distinct = list(dict.fromkeys(value[place] for value in values))
+    numbers = {text: as_number(text or "") for text in distinct}
+    if None in numbers.values():
+        return distinct
+    return sorted(distinct, key=lambda text: numbers[text] or 0.0)
+
+
+def undecided(points: Sequence[Point], read: Read = read_run) -> list[Undecided]:
+    """Return the groups of a sweep's points that have not chosen a value."""
+    groups: dict[frozenset[tuple[str, str]], list[Point]] = {}
+    for point in points:
+        if point.best_over:
+            groups.setdefault(group_of(point), []).append(point)
+    return [
+        Undecided(
+            reported_label(members[0]),
+            len(members),
+            sum(has_result(point, read(point.directory)) for point in members),
+        )
+        for members in groups.values()
+        if all(point.selects for point in members)
+    ]
+
+
+def undecided_text(groups: Sequence[Undecided]) -> str:
+    """Return the groups without a chosen value as a sentence."""
+    texts = [
+        f"{group.label} ({group.done} of {counted(group.runs, 'run')} done)"
+        if group.waits
+        else f"{group.label} ({counted(group.runs, 'run')}, but no finite number to choose by)"
+        for group in groups
+    ]
+    return f"{counted(len(groups), 'group')} without a chosen value yet: {', '.join(texts)}"
+
+
+def reported_parts(point: Point) -> dict[str, str]:
+    """Return the parts of the label of a point's group, which does not have the values of the grid."""
+    parts = {name: text for name, text in point.parts.items() if name not in point.best_over}
+    return parts or {"model": point.mechanism}
+
+
+def reported_label(point: Point) -> str:
+    """Return the label of a point's group."""
+    return ", ".join(reported_parts(point).values())
+
+
+def _of_group(
+    members: Sequence[Point], experiment: Experiment, read: Read, earlier: Mapping[tuple[str, ...], Point]
+) -> tuple[list[Point], list[Point]]:
+    """Return the points of a group that choose, and those that report the chosen value if it is known."""
+
+    def interned(point: Point) -> Point:
+        return earlier.get(tuple(point.overrides), point)
+
+    grid: dict[Value, Point] = {}
+    for point in members:
+        grid.setdefault(value_of(point), point)
+    if len(grid) < 2:
+        return [], [interned(replace(point, parts=reported_parts(point))) for point in members]
+    added = dict.fromkeys(members[0].best_over, 0)
+    choosing: dict[Value, list[Point]] = {}
+    wider = grid
+    while wider:
+        for value, point in wider.items():
+            choosing[value] = [interned(_selecting(point, str(seed))) for seed in experiment.selection_seeds]
+        means = _means(choosing, experiment, read)
+        best = min(_ordered(means), key=means.__getitem__) if means else None
+        wider = {} if best is None else _wider(grid, means, best, added, experiment.widen)
+        grid |= wider
+    # in ascending order, however the grid grew
+    selection = [point for value in _ordered(grid) for point in choosing[value]]
+    if best is None or not math.isfinite(means[best]):
+        return selection, []
+    reported = {point.seed: point for point in members if value_of(point) == best}
+    points = [
+        reported.get(seed) or _changed(grid[best], {} if seed is None else {"seed": seed})
+        for seed in dict.fromkeys(point.seed for point in members)
+    ]
+    return selection, [interned(replace(point, parts=reported_parts(point))) for point in points]
+
+
+def _means(choosing: Mapping[Value, Sequence[Point]], experiment: Experiment, read: Read) -> dict[Value, float]:
+    """Return the mean over the seeds of each value, where lower is better; {} while a run has no number."""
+    runs = {value: [(point, read(point.directory)) for point in points] for value, points in choosing.items()}
+    every_run = list(itertools.chain(*runs.values()))
+    if not all(itertools.starmap(has_result, every_run)):
+        return {}
+    column = selection_column(experiment, (run for _, run in every_run))
+    means = {value: fmean(_score(run, column) for _, run in of_value) for value, of_value in runs.items()}
+    return {} if any(map(math.isnan, means.values())) else means
+
+
+def _score(run: RunRecord, column: Column) -> float:
+    """Return the number of a run that is done, where lower is better: infinity if it is not finite, nan without any."""
+    number = run.number(column.metric, column.at)
+    if number is None:
+        return math.inf if run.diverged or column.metric in run.summary.keys() | run.evaluation.keys() else math.nan
+    return number if column.better == "lower" else -number
+
+
+def _ordered(values: Iterable[Value]) -> list[Value]:
+    values = list(values)
+    ranks = [axis(values, place) for place in range(len(values[0]))]
+    return sorted(values, key=lambda value: [rank.index(text) for rank, text in zip(ranks, value, strict=True)])
+
+
+def _wider(
+    grid: Mapping[Value, Point], means: Mapping[Value, float], best: Value, added: dict[str, int], widen: int
+) -> dict[Value, Point]:
+    """Return the values that the grid gains because the best one is at its edge, each with a point that has it.
+
+    Each setting gains at most one value, with all values of the other setting. added: how many values each setting has
+    gained, which is counted. A setting whose two outermost values have equal means has no effect, and gains none.
+    """
+    gained: dict[Value, Point] = {}
+    for place, name in enumerate(added):
+        texts = axis(grid, place)
+        edge = texts[:2] if best[place] == texts[0] else texts[:-3:-1] if best[place] == texts[-1] else []
+        numbers = [as_number(text or "") for text in edge]
+        if len(edge) < 2 or added[name] >= widen or not all(number and 0 < number < math.inf for number in numbers):
+            continue
+        if math.isfinite(means[best]) and means.get(_with(best, place, edge[1])) == means[best]:
+            continue
+        beyond = _beyond(name, numbers[0] or 1.0, numbers[1] or 1.0)
+        # the points of the other setting's values, whichever value they have of this one
+        others = {_with(value, place, beyond): point for value, point in {**grid, **gained}.items()}
+        points = {value: _changed(point, {name: beyond}) for value, point in others.items()}
+        if beyond not in texts and all(map(_is_allowed, points.values())):
+            added[name] += 1
+            gained |= points
+    return gained
+
+
+def _beyond(name: str, edge: float, inner: float) -> str:
+    """Return the value beyond the edge, in the ratio of the two outermost values, with three significant digits."""
+    return normal_value(name, f"{edge * edge / inner:.3g}")
+
+
+def _with(value: Value, place: int, text: str | None) -> Value:
+    return (*value[:place], text, *value[place + 1 :])
+
+
+def _is_allowed(point: Point) -> bool:
+    try:
+        compose_anywhere(point.overrides, point.config_dir)
+    except ConfigError:
+        return False
+    return True
+
+
+def _selecting(point: Point, seed: str) -> Point:
+    """Return the point that helps to choose with a seed; its label has the values of the grid."""
+    point = _changed(point, {"seed": seed})
+    grid = {name: point.settings[name] for name in point.best_over if name in point.settings}
+    texts = {name: point.parts.get(name) or setting_text(name, value) for name, value in grid.items()}
+    # a group has at least this part of a label
+    parts = point.parts if point.parts.keys() - grid.keys() else {"model": point.mechanism}
+    return replace(point, parts=parts | texts, selects=True)
+
+
+def _changed(point: Point, values: dict[str, str]) -> Point:
+    """Return a point with other values of settings, in its overrides and its label."""
+    texts = [
+        f"{text.partition('=')[0]}={values[name]}" if (name := next(iter(by_name([text])))) in values else text
+        for text in point.overrides
+    ]
+    texts += [f"{name}={value}" for name, value in values.items() if name not in by_name(point.overrides)]
+    parts = {
+        name: text
+        if name not in values
+        # an experiment's label has the bare value
+        else values[name]
+        if text == point.settings[name]
+        else setting_text(name, values[name])
+        for name, text in point.parts.items()
+    }
+    return replace(point, overrides=texts, settings=point.settings | values, parts=parts)
+
+
+def _mistakes(groups: Sequence[Sequence[Point]], settings: Sequence[str], experiment: Experiment) -> list[str]:
+    """Return the mistakes in the keys of a choice."""
+    given = f"experiment.best_over={override_text([*settings])}"
+    points = [point for members in groups for point in members]
+    errors = []
+    if len(settings) > MOST:
+        errors.append(f"{given}: must be one or two settings")
+    for name in settings:
+        varies = any(len({value_of(point)[settings.index(name)] for point in members}) > 1 for members in groups)
+        is_set = any(name in point.settings for point in points)
+        # one point of an experiment has a single value of its grid
+        if name == "seed" or not (varies or (is_set and experiment.name)):
+            known = keys().keys() | {other for point in points for other in point.settings}
+            hint = nearest(name, known) if name not in known else f"; give several values, as in {name}=1,2"
+            errors.append(f"{given}: no points differ in {name}{hint}")
+    if not experiment.selection_seeds:
+        errors.append(
+            f"{given}: needs experiment.selection_seeds, the seeds of the runs that choose, as in "
+            "experiment.selection_seeds=[11]"
+        )
+    several = [point for members in groups if len({*map(value_of, members)}) > 1 for point in members]
+    reporting = {point.seed or point.defaults.seed for point in several}
+    for seed in sorted({*map(str, experiment.selection_seeds)} & reporting):
+        errors.append(f"experiment.selection_seeds: {seed} is also a seed that reports; runs that choose need others")
+    if any(point.follows for point in points):
+        errors.append(f"{given}: not with points that start from another point, as in init_from=@label")
+    return errors

@@ -1,0 +1,79 @@
+"""A point of a sweep: one run, and what a comparison needs to know about it."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from depthlm.config.hydra_context import compose_raw, hydra_at_conf
+from depthlm.config.names import DEFAULTS, Leading, by_name, mechanism_name
+from depthlm.config.resolve import run_directory
+
+# overrides that name the run, or folder, that a point starts from
+STARTS = ("init_from=", "fork_from=")
+# groups whose settings define the task: points that differ in them are not compared
+TASK_GROUPS = ("size", "data", "training", "backbone", "budget")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep: `python train.py <overrides>`, and what a comparison needs to know about it.
+
+    settings: those of the experiment's point and of the command line. parts: of its label, by the key that each is
+    from. paper: the paper's numbers, by column. follows: whether it starts from the checkpoint of another point.
+    defaults: mechanism, size and seed of the experiment's file. spreads: those printed beside the paper's numbers.
+    best_over: settings whose value is chosen by the runs of the sweep. selects: whether this run is one that chooses.
+    """
+
+    overrides: list[str]
+    settings: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, str] = field(default_factory=dict)
+    paper: dict[str, float | None] = field(default_factory=dict)
+    follows: bool = False
+    config_dir: str | Path | None = None
+    defaults: Leading = DEFAULTS
+    spreads: dict[str, float] = field(default_factory=dict)
+    best_over: tuple[str, ...] = ()
+    selects: bool = False
+
+    @property
+    def label(self) -> str:
+        """The label in a table of all points, such as `mhc, micro` or `mhc, lr 1e-3`, without the seed."""
+        return ", ".join(self.parts.values())
+
+    @property
+    def seed(self) -> str | None:
+        """The seed; None where the settings do not have it."""
+        return self.settings.get("seed")
+
+    @property
+    def mechanism(self) -> str:
+        """The name of the mechanism: a preset, or the parts that replace those of vanilla."""
+        parts = [f"{name}={value}" for name, value in self.settings.items() if name.startswith("model/")]
+        return mechanism_name(self.settings.get("model", "vanilla"), parts)
+
+    @property
+    def task(self) -> dict[str, str]:
+        """What the point is compared at: the task that the experiment's file names, or the settings that define it."""
+        if "task" in self.parts:
+            return {"task": self.parts["task"]}
+        return {
+            name: value
+            for name, value in self.settings.items()
+            if name.replace("/", ".").partition(".")[0] in TASK_GROUPS
+        }
+
+    @cached_property
+    def directory(self) -> str:
+        """The run directory."""
+        if not {"output_dir", "name"} & by_name(self.overrides).keys():
+            return run_directory(self.overrides, self.defaults, config_dir=self.config_dir)
+        with hydra_at_conf():
+            raw = compose_raw(self.overrides, self.config_dir)
+        return str(raw.output_dir or run_directory(self.overrides, self.defaults, raw.name, self.config_dir))
+
+    def checkable(self) -> list[str]:
+        """Return the overrides without the run it starts from, which need not exist before the sweep."""
+        if not self.follows:
+            return self.overrides
+        kept = [text for text in self.overrides if not text.startswith((*STARTS, "output_dir="))]
+        return [*kept, f"output_dir={self.directory}"]

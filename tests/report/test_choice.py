@@ -1,0 +1,146 @@
+"""The section of a report on the choice of a value."""
+
+import math
+from pathlib import Path
+from statistics import stdev
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from depthlm.report import report
+from depthlm.report.choice import choice_parts, choice_table, groups_of
+from depthlm.report.experiment_report import experiment_report
+from depthlm.report.sweep import read_sweep
+from depthlm.report.sweep_report import results_table
+from depthlm.sweeps import sweep_points
+
+from .made_up import row, write_run
+from .test_sweep_report import lines
+
+LR, DECAY = "optimizer.lr", "optimizer.weight_decay"
+SEEDS = "experiment.selection_seeds=[11,12]"
+SWEEP = ["model=vanilla,mhc", f"{LR}=1e-3,2e-3,4e-3", "seed=1,2", f"experiment.best_over={LR}", SEEDS]
+# the losses of each mechanism by learning rate, for the two seeds that choose
+LOSSES = {
+    "vanilla": {1e-3: (3.1, 3.2), 2e-3: (3.0, 3.04), 4e-3: (3.02, 3.03)},
+    "mhc": {1e-3: (3.3, 3.3), 2e-3: (3.1, 3.14), 4e-3: (2.9, 2.9), 8e-3: (3.0, None)},
+}
+MINE = """# @package _global_
+experiment:
+  best_over: optimizer.lr
+  selection_seeds: [7]
+  points:
+    - {label: Plain, model: vanilla, optimizer.lr: [0.001, 0.002], seed: [1, 2], paper: {loss: 2.5}}
+    - {label: Wide, model: mhc, optimizer.lr: [0.001, 0.002], seed: [1, 2]}
+  columns:
+    loss: {title: loss, metric: validation_loss, digits: 4}
+  figure: bars
+"""
+
+
+def train(overrides: list[str] = SWEEP, rounds: int = 5) -> None:
+    """Write the runs of a sweep, as far as so many rounds call for them."""
+    for _ in range(rounds):
+        for point in sweep_points(overrides):
+            losses = LOSSES[point.mechanism].get(float(point.settings[LR]), (3.5, 3.5))
+            loss = losses[int(point.seed or 1) - 11] if point.selects else 2.8
+            write_run(point.directory, loss or 3.0, failure="DivergedError: bad" if loss is None else None)
+
+
+def test_the_chosen_value_stands_between_its_neighbours_with_their_intervals() -> None:
+    train()
+    (vanilla, mhc) = ([cell.text for cell in cells] for cells in choice_table(read_sweep(SWEEP)).rows)
+    # of the differences (0.1, 0.16) and (0.02, -0.01), each with one degree of freedom; Student's t of two is 4.303
+    half = 4.30265 * math.sqrt((stdev([0.1, 0.16]) ** 2 + stdev([0.02, -0.01]) ** 2) / 2) / math.sqrt(2)
+    below = f"1e-3: +0.1300 [{0.13 - half:+.4f}, {0.13 + half:+.4f}]"
+    above = f"4e-3: +0.0050 [{0.005 - half:+.4f}, {0.005 + half:+.4f}]"
+    assert vanilla == ["vanilla", "lr", "2e-3", "3.0200", below, above, "6", "not separated from 4e-3"]
+    # of one difference; Student's t of one is 12.706
+    half = 12.7062 * stdev([0.2, 0.24]) / math.sqrt(2)
+    below = f"2e-3: +0.2200 [{0.22 - half:+.4f}, {0.22 + half:+.4f}]"
+    assert mhc == ["mhc", "lr", "4e-3", "2.9000", below, "8e-3: diverged", "8", "not separated from 2e-3"]
+
+
+def test_a_report_has_the_choice_its_cost_and_a_picture() -> None:
+    train()
+    text = report([*SWEEP, "to=report"]).read_text()
+    # 13 of the runs that choose are complete, and have 98.7 seconds each
+    assert "Spent to choose: 14 runs, 21 min of training" in text
+    assert "To report: 4 runs, 7 min of training" in text
+    assert row(text, "mhc", 1)[:2] == ["lr", "4e-3"]
+    assert "without a chosen value" not in text
+    assert Path("report/choice_lr.png").exists()
+    # only the runs that report are results, and values chosen apart are compared
+    assert row(text, "mhc")[:1] == ["2"]
+    assert lines(results_table(read_sweep(SWEEP)))["mhc"][2] == "0.0000 [0.0000, 0.0000]"
+
+
+def test_the_picture_rings_the_chosen_values_and_has_the_intervals_of_their_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    train()
+    choice_parts(read_sweep(SWEEP), tmp_path)
+    (axes,) = figures[0].axes
+    rings = [line.get_ydata() for line in axes.lines if line.get_markersize() > 10]
+    assert [[round(y, 4) for y in ring] for ring in rings] == [[3.02], [2.9]]
+    # vanilla has two neighbours with a finite loss; mhc has one
+    bars = [container.lines[2][0].get_segments() for container in axes.containers]
+    assert [sum(len(bar) > 0 and not np.isnan(bar).any() for bar in of_line) for of_line in bars] == [2, 1]
+
+
+def test_a_report_says_which_groups_have_not_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    train(rounds=1)
+    text = report([*SWEEP, "to=report"]).read_text()
+    waiting = "1 group without a chosen value yet: mhc (6 of 8 runs done)."
+    assert waiting in text
+    assert waiting in " ".join(capsys.readouterr().out.split())
+    assert row(text, "mhc", 0)[-1] == "not chosen yet"
+    assert "2 runs: 2 waiting." in text
+
+
+def test_a_choice_at_the_edge_or_by_one_seed_is_marked() -> None:
+    sweep = [f"{LR}=1e-3,2e-3", f"experiment.best_over={LR}", "experiment.selection_seeds=[11]", "experiment.widen=0"]
+    train(sweep)
+    ((*_, below, above, runs, remark),) = (
+        [cell.text for cell in cells] for cells in choice_table(read_sweep(sweep)).rows
+    )
+    assert (below, above, runs) == ("1e-3: +0.1000", "–", "2")
+    assert remark == "one seed: no interval; at the edge of the grid"
+
+
+def test_each_of_two_settings_has_a_row_and_a_picture(tmp_path: Path) -> None:
+    sweep = [f"{LR}=1e-3,2e-3,4e-3", f"{DECAY}=0.1,0.2,0.3", f"experiment.best_over=[{LR},{DECAY}]", SEEDS]
+    for point in sweep_points(sweep):
+        rate, decay = float(point.settings[LR]), float(point.settings[DECAY])
+        write_run(point.directory, 3 + abs(math.log(rate / 2e-3)) + 10 * abs(decay - 0.2))
+    read = read_sweep(sweep)
+    texts = [[cell.text for cell in cells][1:6] for cells in choice_table(read).rows]
+    beside = "+1.0000 [+1.0000, +1.0000]"
+    assert texts[0][:3] == ["lr", "2e-3", "3.0000"]
+    assert texts[1] == ["weight_decay", "0.2", "3.0000", f"0.1: {beside}", f"0.3: {beside}"]
+    (group,) = groups_of(read)
+    assert len(group.grid) == 9
+    parts = choice_parts(read, tmp_path)
+    assert sum("](choice_" in part for part in parts) == 2
+    assert {path.name for path in tmp_path.glob("choice*")} == {"choice_lr.png", "choice_weight_decay.png"}
+
+
+def test_the_report_of_an_experiment_has_the_choice(tmp_path: Path) -> None:
+    (tmp_path / "conf/experiment/mine").mkdir(parents=True)
+    (tmp_path / "conf/experiment/mine/it.yaml").write_text(MINE)
+    name, folder = ["experiment=mine/it"], tmp_path / "report"
+    folder.mkdir()
+    text, _ = experiment_report(read_sweep(name, tmp_path / "conf"), folder)
+    assert "2 groups without a chosen value yet: Plain (0 of 2 runs done), Wide (0 of 2 runs done)." in text
+    assert not list(folder.glob("choice*"))
+    for _ in range(3):
+        for point in sweep_points(name, tmp_path / "conf"):
+            write_run(point.directory, 3 + abs(math.log(float(point.settings[LR]) / 2e-3)))
+    text, tables = experiment_report(read_sweep(name, tmp_path / "conf"), folder)
+    assert [table.title for table in tables] == ["", "Choice"]
+    assert row(text, "Plain") == ["2", "3.0000 ± 0.0000", "2.5000", "+0.5000"]
+    assert row(text, "Plain", 1)[:2] == ["lr", "2e-3"]
+    assert row(text, "Wide", 1) == ["0.0000 \\[0.0000, 0.0000\\]", "–"]

@@ -1,0 +1,307 @@
+"""The choice of a value by the runs of a sweep, with losses that are known functions of the setting."""
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from depthlm.commands.train import check_command_line, read_command_line
+from depthlm.config import ConfigError, compose
+from depthlm.config.names import by_name
+from depthlm.runs.records import COMPLETE, DIVERGED, FAILED, WAITING, RunRecord
+from depthlm.sweeps import Point, sweep_points
+from depthlm.sweeps.best import undecided, undecided_text
+from depthlm.training.nonfinite import DivergedError
+
+Loss = Callable[[Mapping[str, str]], float | None]
+
+LR = "optimizer.lr"
+CHOICE = [f"experiment.best_over={LR}", "experiment.selection_seeds=[11,12]"]
+GRID = [f"{LR}=1e-3,2e-3,4e-3", "seed=1,2", *CHOICE]
+MINE = """# @package _global_
+experiment:
+  best_over: optimizer.lr
+  selection_seeds: [7]
+  points:
+    - {label: Plain, model: vanilla, optimizer.lr: [0.001, 0.002], seed: [1, 2], paper: {loss: 2.5}}
+    - {label: Wide, model: mhc, model.connection.num_streams: 2, optimizer.lr: [0.001, 0.002], seed: [1, 2]}
+  columns:
+    speed: {metric: speed, better: higher}
+    loss: {metric: validation_loss}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _directories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the directory of a point be its overrides, from which `recorded` knows the settings."""
+    monkeypatch.setattr(Point, "directory", property(lambda point: " ".join(point.overrides)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "experiment/mine").mkdir(parents=True)
+    (tmp_path / "experiment/mine/it.yaml").write_text(MINE)
+    return tmp_path
+
+
+def record(state: str, failure: str | None = None, **summary: Any) -> RunRecord:
+    return RunRecord(Path("x"), state, [], {"steps": 1} | summary if state == COMPLETE else {}, {}, failure)
+
+
+def recorded(loss: Loss) -> Callable[[str], RunRecord]:
+    """Return the reader of runs that are all complete with this loss; None: they diverged."""
+
+    def read(directory: str) -> RunRecord:
+        value = loss(by_name(directory.split()))
+        if value is None:
+            return record(FAILED, f"{DIVERGED}: 11 bad batches in a row")
+        return record(COMPLETE, validation_loss=value)
+
+    return read
+
+
+def parabola(best: float, key: str = LR) -> Loss:
+    """Return a loss that is a parabola over the logarithm of a setting; each seed adds a constant."""
+    return lambda given: 3.0 + math.log(float(given[key]) / best) ** 2 + 0.1 * int(given["seed"])
+
+
+def tried(points: list[Point], key: str = LR) -> list[float]:
+    return list(dict.fromkeys(float(point.settings[key]) for point in points if point.selects))
+
+
+def reported(points: list[Point], key: str = LR) -> list[tuple[str, float, str | None]]:
+    return [(point.label, float(point.settings[key]), point.seed) for point in points if not point.selects]
+
+
+@pytest.mark.parametrize(
+    ("best", "values", "chosen"),
+    [
+        # inside the grid, which does not widen
+        (2.2e-3, [1e-3, 2e-3, 4e-3], 2e-3),
+        # at the edge by a little, so that one more value is enough
+        (3.7e-3, [1e-3, 2e-3, 4e-3, 8e-3], 4e-3),
+        (5e-4, [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3], 5e-4),
+        # beyond the most values that a grid gains
+        (1.0, [1e-3, 2e-3, 4e-3, 8e-3, 0.016, 0.032], 0.032),
+        (1e-9, [1.25e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3], 1.25e-4),
+    ],
+)
+def test_the_best_value_is_chosen_and_the_grid_widens_at_its_edge(
+    best: float, values: list[float], chosen: float
+) -> None:
+    points = sweep_points(GRID, read=recorded(parabola(best)))
+    assert tried(points) == values
+    assert [point.seed for point in points if point.selects] == ["11", "12"] * len(values)
+    assert reported(points) == [("vanilla", chosen, "1"), ("vanilla", chosen, "2")]
+    assert len({point.directory for point in points}) == len(points)
+
+
+def test_each_mechanism_has_a_value_of_its_own() -> None:
+    best = {"vanilla": 1e-2, "mhc": 2e-3}
+    points = sweep_points(
+        ["model=vanilla,mhc", *GRID], read=recorded(lambda given: parabola(best[given["model"]])(given))
+    )
+    assert reported(points) == [
+        ("vanilla", 8e-3, "1"), ("vanilla", 8e-3, "2"), ("mhc", 2e-3, "1"), ("mhc", 2e-3, "2"),
+    ]  # fmt: skip
+    labels = dict.fromkeys(point.label for point in points if point.selects)
+    assert [*labels] == [f"vanilla, lr {lr}" for lr in ("1e-3", "2e-3", "4e-3", "8e-3", "0.016")] + [
+        f"mhc, lr {lr}" for lr in ("1e-3", "2e-3", "4e-3")
+    ]
+    for point in points:
+        assert compose(point.overrides).optimizer.lr == float(point.settings[LR])
+
+
+def test_the_seeds_of_the_choice_are_averaged() -> None:
+    losses = {("1e-3", "11"): 3.0, ("1e-3", "12"): 4.0, ("2e-3", "11"): 3.3, ("2e-3", "12"): 3.3}
+    grid = [f"{LR}=1e-3,2e-3", "seed=1", *CHOICE, "experiment.widen=0"]
+    points = sweep_points(
+        grid, read=recorded(lambda given: losses[f"{float(given[LR]):.0e}".replace("-0", "-"), given["seed"]])
+    )
+    assert reported(points) == [("vanilla", 2e-3, "1")]
+
+
+def test_of_equal_values_the_smaller_one_is_chosen_and_the_grid_does_not_widen() -> None:
+    points = sweep_points([f"{LR}=4e-3,1e-3,2e-3", *CHOICE], read=recorded(lambda given: 3.0))
+    assert tried(points) == [1e-3, 2e-3, 4e-3]
+    assert reported(points) == [("vanilla", 1e-3, None)]
+
+
+def test_the_factor_of_the_mechanisms_rate_is_chosen() -> None:
+    scale = "optimizer.groups.mechanism.lr_scale"
+    grid = ["model=vanilla,mhc", f"{scale}=0.5,1,2", f"experiment.best_over={scale}", CHOICE[1]]
+    # vanilla has no such parameters
+    loss = lambda given: 3.0 if given["model"] == "vanilla" else parabola(8.0, scale)(given)  # noqa: E731
+    points = sweep_points(grid, read=recorded(loss))
+    assert reported(points, scale) == [("vanilla", 0.5, None), ("mhc", 8.0, None)]
+    assert len([point for point in points if point.selects]) == 2 * (3 + 6)
+    assert compose(points[-1].overrides).optimizer.groups.mechanism.lr_scale == 8.0
+
+
+def test_two_settings_widen_by_all_values_of_the_other() -> None:
+    decay = "optimizer.weight_decay"
+    loss = lambda given: parabola(8e-3)(given) + parabola(0.1, decay)(given)  # noqa: E731
+    grid = [f"{LR}=1e-3,2e-3", f"{decay}=0.05,0.1,0.2", "seed=1", f"experiment.best_over=[{LR},{decay}]", CHOICE[1]]
+    points = sweep_points(grid, read=recorded(loss))
+    assert tried(points) == [1e-3, 2e-3, 4e-3, 8e-3, 0.016]
+    assert tried(points, decay) == [0.05, 0.1, 0.2]
+    assert sum(point.selects for point in points) == 5 * 3 * 2
+    assert reported(points) == [("vanilla", 8e-3, "1")]
+    assert reported(points, decay) == [("vanilla", 0.1, "1")]
+
+
+def test_a_corner_widens_both_settings() -> None:
+    decay = "optimizer.weight_decay"
+    grid = [f"{LR}=1e-3,2e-3", f"{decay}=0.1,0.2", f"experiment.best_over=[{LR},{decay}]", CHOICE[1]]
+    wide = sweep_points(
+        [*grid, "experiment.widen=1"], read=recorded(lambda given: 1 / float(given[LR]) / float(given[decay]))
+    )
+    values = {(float(point.settings[LR]), float(point.settings[decay])) for point in wide if point.selects}
+    assert values == {(lr, wd) for lr in (1e-3, 2e-3, 4e-3) for wd in (0.1, 0.2, 0.4)}
+
+
+def test_a_run_that_diverged_decides_against_its_value() -> None:
+    def loss(given: Mapping[str, str]) -> float | None:
+        # of one seed it diverges already at 4e-3
+        limit = 3e-3 if given["seed"] == "12" else 6e-3
+        return None if float(given[LR]) > limit else parabola(1.0)(given)
+
+    points = sweep_points(GRID, read=recorded(loss))
+    assert reported(points)[0] == ("vanilla", 2e-3, "1")
+    assert tried(points) == [1e-3, 2e-3, 4e-3]
+    assert DivergedError.__name__ == DIVERGED
+
+
+def test_a_run_with_a_loss_that_is_not_finite_counts_as_diverged() -> None:
+    loss = lambda given: math.nan if float(given[LR]) > 3e-3 else parabola(1.0)(given)  # noqa: E731
+    assert reported(sweep_points(GRID, read=recorded(loss)))[0] == ("vanilla", 2e-3, "1")
+
+
+def test_without_any_finite_loss_the_grid_widens_downwards_and_nothing_is_chosen() -> None:
+    read = recorded(lambda given: None)
+    points = sweep_points(GRID, read=read)
+    assert tried(points)[0] == 1.25e-4
+    assert reported(points) == []
+    (group,) = undecided(points, read)
+    assert not group.waits
+    assert "no finite number to choose by" in undecided_text([group])
+
+
+@pytest.mark.parametrize("state", [WAITING, FAILED])
+def test_a_group_chooses_once_all_of_its_runs_are_complete(state: str) -> None:
+    every = recorded(parabola(2e-3))
+
+    def read(directory: str) -> RunRecord:
+        # a failure for another reason may succeed when it is repeated
+        is_last = "model=mhc" in directory and f"{LR}=0.004" in directory and "seed=12" in directory
+        return record(state, "OutOfMemoryError: 3 GiB") if is_last else every(directory)
+
+    points = sweep_points(["model=vanilla,mhc", *GRID], read=read)
+    assert reported(points) == [("vanilla", 2e-3, "1"), ("vanilla", 2e-3, "2")]
+    assert undecided_text(undecided(points, read)) == "1 group without a chosen value yet: mhc (5 of 6 runs done)"
+
+
+@pytest.mark.parametrize("order", range(6))
+def test_the_choice_does_not_depend_on_the_order_in_which_runs_complete(order: int) -> None:
+    every, done, draw = recorded(parabola(6e-3)), set[str](), random.Random(order)
+    waiting = record(WAITING)
+    points: list[Point] = []
+    while True:
+        known = sweep_points(GRID, read=lambda path: every(path) if path in done else waiting, earlier=points)
+        # no point that was known is given up
+        assert {point.directory for point in points} <= {point.directory for point in known}
+        points = known
+        if not (open_points := [point.directory for point in points if point.directory not in done]):
+            break
+        # the sweep is killed after any number of runs
+        done.update(draw.sample(open_points, draw.randint(1, len(open_points))))
+    assert [point.overrides for point in points] == [point.overrides for point in sweep_points(GRID, read=every)]
+
+
+def test_a_value_that_the_configuration_refuses_is_not_added() -> None:
+    grid = [
+        "size.num_kv_heads=2,4",
+        "experiment.best_over=size.num_kv_heads",
+        CHOICE[1],
+    ]
+    points = sweep_points(grid, read=recorded(lambda given: 1 / float(given["size.num_kv_heads"])))
+    assert reported(points, "size.num_kv_heads") == [("vanilla", 4.0, None)]
+    assert tried(points, "size.num_kv_heads") == [2, 4]
+
+
+def test_words_are_chosen_without_an_edge() -> None:
+    grid = ["optimizer=adamw,muon", "experiment.best_over=optimizer", "experiment.selection_seeds=[11]"]
+    points = sweep_points(grid, read=recorded(lambda given: {"adamw": 3.0, "muon": 2.9}[given["optimizer"]]))
+    assert [(point.settings["optimizer"], point.selects) for point in points] == [
+        ("adamw", True), ("muon", True), ("muon", False),
+    ]  # fmt: skip
+
+
+def test_an_experiment_chooses_by_its_first_column(folder: Path) -> None:
+    def read(directory: str) -> RunRecord:
+        given = by_name(directory.split())
+        return record(COMPLETE, validation_loss=1.0, speed=10 - abs(float(given[LR]) - 4e-3))
+
+    points = sweep_points(["experiment=mine/it"], folder, read)
+    assert tried(points) == [1e-3, 2e-3, 4e-3, 8e-3]
+    assert reported(points) == [("Plain", 4e-3, "1"), ("Plain", 4e-3, "2"), ("Wide", 4e-3, "1"), ("Wide", 4e-3, "2")]
+    assert [point.label for point in points][:4] == ["Plain, 0.001", "Plain, 0.002", "Plain, 4e-3", "Plain, 8e-3"]
+    assert points[-3].paper == {"loss": 2.5}
+    # without a run that has the column, the validation loss stands in
+    points = sweep_points(["experiment=mine/it"], folder, recorded(parabola(2e-3)))
+    assert {lr for _, lr, _ in reported(points)} == {2e-3}
+
+
+def test_every_point_of_a_choice_is_a_command_of_its_own(folder: Path) -> None:
+    points = sweep_points(["experiment=mine/it"], folder, recorded(parabola(1e-2)))
+    assert 8e-3 in tried(points)
+    wider = next(point for point in points if point.selects and float(point.settings[LR]) == 8e-3)
+    for point in (wider, points[-1]):
+        line = read_command_line([*point.overrides, "--config-dir", str(folder)])
+        config = check_command_line(line)
+        assert config is not None
+        assert (config.seed, config.optimizer.lr) == (int(point.seed or 0), float(point.settings[LR]))
+
+
+def test_a_value_that_widens_the_grid_shrinks_with_the_budget_as_the_others_do(folder: Path) -> None:
+    text = MINE.replace("optimizer.lr", "size.intermediate_size").replace("[0.001, 0.002]", "[256, 512]")
+    (folder / "experiment/mine/it.yaml").write_text(text)
+    sizes = [
+        compose(["experiment=mine/it", "model=vanilla", f"size.intermediate_size={value}", "budget=smoke"], folder).size
+        for value in (512, 1024)
+    ]
+    assert [size.intermediate_size for size in sizes] == [32, 64]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([f"{LR}=1e-3,2e-3", CHOICE[0]], ["needs experiment.selection_seeds"]),
+        ([f"{LR}=1e-3,2e-3", "seed=1,11", *CHOICE], ["experiment.selection_seeds: 11 is also a seed that reports"]),
+        ([f"{LR}=1e-3,2e-3", CHOICE[0], "experiment.selection_seeds=[1]"], ["1 is also a seed that reports"]),
+        (["model=vanilla,mhc", *CHOICE], [f"no points differ in {LR}", f"{LR}=1,2"]),
+        (
+            ["model=vanilla,mhc", "experiment.best_over=optimzer.lr", CHOICE[1]],
+            ["no points differ in optimzer.lr", f"did you mean `{LR}`"],
+        ),
+        (["seed=1,2", "experiment.best_over=seed", CHOICE[1]], ["no points differ in seed"]),
+        (
+            [f"{LR}=1e-3,2e-3", f"experiment.best_over=[{LR},model,size]", CHOICE[1]],
+            ["must be one or two settings"],
+        ),
+    ],
+)
+def test_mistakes_are_reported(overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        sweep_points(overrides)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_points_that_start_from_another_point_have_no_choice(folder: Path) -> None:
+    text = MINE.replace("label: Wide, model: mhc", 'label: Wide, model: mhc, init_from: "@Plain, 0.001"')
+    (folder / "experiment/mine/it.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="not with points that start from another point"):
+        sweep_points(["experiment=mine/it"], folder)

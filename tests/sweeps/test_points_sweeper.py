@@ -1,0 +1,117 @@
+"""`train.py -m` launches the points that the results of earlier ones call for."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hydra.core.utils import JobReturn, JobStatus
+
+from depthlm.config import compose_anywhere
+from depthlm.config.names import by_name
+from depthlm.runs.records import read_run
+from hydra_plugins.points_sweeper import PointsSweeper
+
+from ..report.made_up import write_run
+
+SWEEP = ["optimizer.lr=1e-3,2e-3", "seed=1", "experiment.best_over=optimizer.lr", "experiment.selection_seeds=[11]"]
+
+
+class Launcher:
+    """A launcher whose runs have a loss that is a known function of the learning rate; None: they diverge.
+
+    launched: the learning rates and seeds of the runs, by round. limit: the runs after which it is killed.
+    """
+
+    def __init__(self, loss: Callable[[float], float | None], limit: int = 100) -> None:
+        self.loss, self.limit = loss, limit
+        self.launched: list[list[tuple[str, str]]] = []
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        assert initial_job_idx == sum(map(len, self.launched))
+        self.launched.append([])
+        return [self.train(overrides) for overrides in job_overrides]
+
+    def train(self, overrides: Sequence[str]) -> JobReturn:
+        if sum(map(len, self.launched)) == self.limit:
+            raise KeyboardInterrupt
+        given = by_name(overrides)
+        self.launched[-1].append((given["optimizer.lr"], given["seed"]))
+        folder = compose_anywhere(overrides).output_dir or ""
+        loss = self.loss(float(given["optimizer.lr"]))
+        if "dry_run" not in given and read_run(folder).state != "complete":
+            failure = "DivergedError: 11 bad batches in a row" if loss is None else None
+            write_run(folder, loss or 3.0, failure=failure)
+        return JobReturn(status=JobStatus.COMPLETED, _return_value=math.inf if loss is None else loss)
+
+
+def sweep(launcher: Any, *overrides: str) -> int:
+    """Return the exit code of a sweep."""
+    sweeper = PointsSweeper()
+    sweeper.config_dir, sweeper.launcher = None, launcher
+    try:
+        sweeper.sweep([*SWEEP, *overrides])
+    except SystemExit as exit:
+        return int(str(exit.code))
+    return 0
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def loss(rate: float) -> float | None:
+    return None if rate > 5e-3 else 3.0 + math.log(rate / 1e-2) ** 2
+
+
+ROUNDS = [[("1e-3", "11"), ("2e-3", "11")], [("4e-3", "11")], [("8e-3", "11")], [("4e-3", "1")]]
+
+
+def rounds(launcher: Launcher) -> list[list[tuple[str, str]]]:
+    names = {"0.001": "1e-3", "0.002": "2e-3"}
+    return [[(names.get(rate, rate), seed) for rate, seed in of_round] for of_round in launcher.launched]
+
+
+def test_each_round_launches_what_the_runs_before_it_call_for(capsys: pytest.CaptureFixture[str]) -> None:
+    launcher = Launcher(loss)
+    assert sweep(launcher) == 0
+    assert rounds(launcher) == ROUNDS
+    printed = capsys.readouterr().out
+    assert "5 points: 4 complete, 1 failed" in printed
+    assert "8e-3: diverged" in printed
+    # the run that diverged has decided, and is not repeated
+    again = Launcher(loss)
+    assert sweep(again) == 0
+    assert rounds(again) == [[*ROUNDS[0], *ROUNDS[1], *ROUNDS[3]]]
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_a_sweep_that_is_killed_ends_with_the_same_choice(limit: int) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        sweep(Launcher(loss, limit))
+    launcher = Launcher(loss)
+    assert sweep(launcher) == 0
+    assert rounds(launcher)[-1] == ROUNDS[-1]
+
+
+def test_a_dry_run_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    launcher = Launcher(loss)
+    assert sweep(launcher, "dry_run=true") == 0
+    assert rounds(launcher) == ROUNDS[:1]
+    assert "1 group without a chosen value yet" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_sweep_without_a_finite_loss_fails() -> None:
+    assert sweep(Launcher(lambda rate: None), "experiment.widen=0") == 1
+
+
+def test_a_run_that_failed_fails_the_sweep() -> None:
+    failing = SimpleNamespace(
+        launch=lambda job_overrides, initial_job_idx: [
+            JobReturn(status=JobStatus.COMPLETED, _return_value=math.inf) for _ in job_overrides
+        ]
+    )
+    assert sweep(failing) == 1
