@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from depthlm.machine.environment import PEAK_TFLOPS
+from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.decoder import Decoder
 from depthlm.model.experts import Mixture
 from depthlm.model.layers import Embedding, Head, Norm
@@ -18,6 +19,8 @@ from depthlm.runs.progress import hours_text
 # what GPU hours assume that are not measured: the FLOP/s of an H100 SXM, and the share of them that is used
 ASSUMED_FLOPS, ASSUMED_MFU = PEAK_TFLOPS["NVIDIA H100 80GB HBM3"] * 1e12, 0.4
 ASSUMPTION = f"on H100 GPUs at {ASSUMED_MFU:.0%} of their {ASSUMED_FLOPS / 1e12:.0f} TFLOP/s, which is assumed"
+# of values in 16 bits
+BYTES_PER_VALUE = 2
 PARTS = ("embedding", "attention", "mlp", "norms", "head", "connection")
 
 
@@ -56,6 +59,12 @@ def count_parameters(model: nn.Module) -> dict[str, int]:
         experts = sum(parameter.numel() for parameter in mixture.experts.parameters())
         idle += experts - experts * mixture.router.top_k // mixture.router.weight.shape[0]
     return counts | {"total": total} | ({"activated": total - idle} if idle else {})
+
+
+def cache_bytes_per_token(model: Decoder) -> int:
+    """Return the bytes of the KV cache in 16 bits per token; works on the meta device."""
+    mixers = [layer.attention for layer in model.layers if isinstance(layer.attention, SelfAttention)]
+    return round(BYTES_PER_VALUE * model.loops * sum(mixer.cache_values() for mixer in mixers))
 
 
 def flops_per_token(model: Decoder, sequence_length: float, causal: bool = True) -> Flops:

@@ -13,7 +13,7 @@ import torch
 from rich.progress import track
 from rich.table import Column, Table
 
-from depthlm.accounting.cost import count_parameters, linear_flops
+from depthlm.accounting.cost import BYTES_PER_VALUE, cache_bytes_per_token, count_parameters, linear_flops
 from depthlm.build import build_model
 from depthlm.config import ConfigError, compose_anywhere, mechanisms
 from depthlm.console import stderr_console, stdout_console
@@ -24,7 +24,6 @@ from depthlm.model.attention.self_attention import SelfAttention
 PREFILL_TOKENS = 128 * 1024
 # tokens per forward pass of a prefill in chunks
 PREFILL_CHUNK = 2048
-BYTES_PER_VALUE = 2
 
 
 @dataclass(frozen=True)
@@ -93,15 +92,13 @@ def overhead(model: Decoder, chunk: int = PREFILL_CHUNK) -> Overhead:
         vanilla = Decoder(model.size, model.backbone, Residual, SelfAttention, model.loops)
     attentions = [layer.attention for layer in model.layers]
     reads = list(model.connections)[:-1]
-    flops = values = two_phase = cached = 0.0
+    flops = values = two_phase = 0.0
     for attention, vanilla_layer in zip(attentions, vanilla.layers, strict=True):
         # terms in the length cancel in the difference from vanilla
         extra = attention.forward_flops(1, False) - vanilla_layer.attention.forward_flops(1, False)
         flops += model.loops * (linear_flops(attention) - linear_flops(vanilla_layer.attention) + extra)
         of_attention = model.loops * attention.io_values()
         values, two_phase = values + of_attention, two_phase + of_attention
-        if isinstance(attention, SelfAttention) and isinstance(vanilla_layer.attention, SelfAttention):
-            cached += model.loops * (attention.cache_values() - vanilla_layer.attention.cache_values())
     for connection in reads:
         flops += linear_flops(connection) + connection.cost.flops
         values += connection.cost.io_values
@@ -115,7 +112,7 @@ def overhead(model: Decoder, chunk: int = PREFILL_CHUNK) -> Overhead:
         two_phase_io=two_phase / (model.size.hidden_size * len(reads)),
         prefill_bytes=round(PREFILL_TOKENS * retained_bytes),
         prefill_chunk_bytes=round(min(chunk, PREFILL_TOKENS) * retained_bytes),
-        cache_bytes_per_token=round(BYTES_PER_VALUE * cached),
+        cache_bytes_per_token=cache_bytes_per_token(model) - cache_bytes_per_token(vanilla),
     )
 
 

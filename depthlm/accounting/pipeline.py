@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from depthlm.accounting.overhead import BYTES_PER_VALUE, decoders, print_table, size_text
+from depthlm.accounting.cost import BYTES_PER_VALUE
+from depthlm.accounting.overhead import decoders, print_table, size_text
 from depthlm.counts import counted
 from depthlm.errors import UserError
 from depthlm.model import Decoder

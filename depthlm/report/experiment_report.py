@@ -11,6 +11,7 @@ from depthlm.config.schema import Config
 from depthlm.locations import command
 from depthlm.report.choice import choice_parts, choice_state, choice_tables
 from depthlm.report.comparison import comparison_tables, differences_from_baseline
+from depthlm.report.equal_cost import cost_parts
 from depthlm.report.figures.charts import draw_bars, draw_lines
 from depthlm.report.figures.heatmap import draw_heatmap
 from depthlm.report.figures.loss_curves import draw_loss_curves, panels_of
@@ -18,7 +19,7 @@ from depthlm.report.figures.scaling import draw_scaling
 from depthlm.report.figures.sublayer_norms import draw_sublayer_norms
 from depthlm.report.figures.validation_curves import draw_validation_curves
 from depthlm.report.rows import Row, number, paper
-from depthlm.report.scaling_laws import curves, fit_table, remarks, savings, savings_table
+from depthlm.report.scaling_laws import curves, fit_table, remarks, savings
 from depthlm.report.sweep import LOSS, Sweep, range_text, title_of
 from depthlm.report.tables import DASH, MISSING, Table, cells, markdown, number_text, plain
 from depthlm.report.time_to_baseline import METRIC
@@ -62,6 +63,7 @@ def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:
         name = f"{sweep.experiment.figure}.png"
         notes = FIGURES[sweep.experiment.figure](sweep, folder / name)
         parts.append(picture("Figure", folder, name, notes))
+    parts += cost_parts(sweep, folder)
     for over in sweep.experiment.curves:
         if over == "depth":
             notes = draw_sublayer_norms(sweep, folder / "sublayer_norms.png")
@@ -94,8 +96,6 @@ def _scaling(sweep: Sweep, folder: Path) -> list[str]:
     name = "scaling.png"
     parts = [picture("Scaling", folder, name, draw_scaling(sweep, fitted, saved, folder / name))]
     parts.append(markdown(fit_table(sweep, fitted)))
-    if (table := savings_table(sweep, fitted, saved)) is not None:
-        parts.append(markdown(table))
     return parts + [plain(line) for line in remarks(sweep, fitted, saved)]
 
 

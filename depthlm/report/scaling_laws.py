@@ -24,7 +24,12 @@ VIEWS = {
     "parameters": Column(title="parameters", metric="parameters"),
     "compute": Column(title="training compute (PFLOP/s-days)", metric="training_flops", scale=PFLOPS_DAY),
 }
-NEEDS = {"parameters": "times the parameters", "compute": "times the compute", "time": "times the training time"}
+NEEDS = {
+    "parameters": "times the parameters",
+    "compute": "times the compute",
+    "time": "times the training time",
+    "generation": "times the memory of generation",
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class Needed:
 
 @dataclass(frozen=True)
 class Size:
-    """A complete row of a series. x: its number in each view. loss: the first column's number, mean over seeds."""
+    """A complete row of a series. x: its number in each view, 0 if unknown. loss: of the first column, over seeds."""
 
     row: Row
     x: dict[str, float]
@@ -151,18 +156,20 @@ def ratio_interval(
 
 
 def curves(sweep: Sweep, views: Mapping[str, Column] = VIEWS) -> list[Curve]:
-    """Return the series of a sweep with their fits, in the order of its rows."""
+    """Return the series of a sweep with their fits, in the order of its rows. views: parameters first."""
     result = []
     for series in sweep.series:
         sizes = []
         for row in series.rows:
             numbers = [measured(row, column) for column in (*views.values(), sweep.first[1])]
             *x, loss = (0.0 if number is None else number.mean for number in numbers)
-            if min(*x, loss) > 0:
+            if min(x[0], loss) > 0:
                 sizes.append(Size(row, dict(zip(views, x, strict=True)), loss))
         sizes.sort(key=lambda size: size.x["parameters"])
-        losses = [size.loss for size in sizes]
-        laws = {view: fit_power_law([size.x[view] for size in sizes], losses) for view in views}
+        laws = {}
+        for view in views:
+            known = [(size.x[view], size.loss) for size in sizes if size.x[view] > 0]
+            laws[view] = fit_power_law([x for x, _ in known], [loss for _, loss in known])
         result.append(Curve(series.key, series.name, sizes, laws))
     return result
 
@@ -206,7 +213,7 @@ def _needed(law: PowerLaw | None, x: float, reference: float, log_ratio: Measure
 
     reference: the x of the baseline's size, whose loss differs by log_ratio.
     """
-    if law is None or law.b_interval is None or not law.usable:
+    if law is None or law.b_interval is None or not law.usable or not x or not reference:
         return None
     needed = reference * _exp(log_ratio.mean / law.b)
     if not law.lowest / REACH <= needed <= law.highest * REACH:
@@ -264,15 +271,16 @@ def _interval_of_b(law: PowerLaw) -> str:
 def savings_table(sweep: Sweep, fitted: Sequence[Curve], saved: Sequence[Saving]) -> Table | None:
     """Return the table of what the baseline needs to match the other series; None where nothing is comparable."""
     baseline = baseline_of(sweep, fitted)
-    if baseline is None or all(needs is None for entry in saved for needs in entry.needs.values()):
+    views = [view for view in (baseline.laws if baseline else ()) if any(entry.needs[view] for entry in saved)]
+    if baseline is None or not views:
         return None
     digits = sweep.first[1].digits
     rows = []
     for entry in saved:
         size = entry.size
         facts = [size.row.label, count_text(size.x["parameters"]), number_text(size.loss, digits)]
-        rows.append(cells([*facts, *(needed_text(needs) for needs in entry.needs.values())]))
-    head = ["", "parameters", "loss", *(NEEDS[view] for view in baseline.laws)]
+        rows.append(cells([*facts, *(needed_text(entry.needs[view]) for view in views)]))
+    head = ["", "parameters", "loss", *(NEEDS[view] for view in views)]
     return Table(head, rows, f"What {baseline.name} needs for the same loss")
 
 

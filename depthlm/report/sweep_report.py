@@ -7,6 +7,7 @@ from depthlm.config.names import setting_text
 from depthlm.counts import count_text, duration_text
 from depthlm.report.choice import choice_parts, choice_state, choice_tables, settings_of
 from depthlm.report.comparison import difference_text
+from depthlm.report.equal_cost import COSTS, cost_parts, with_costs
 from depthlm.report.experiment_report import LONGEST_REASON, picture, protocol_parts, state_line
 from depthlm.report.figures.loss_curves import Panel, draw_loss_curves
 from depthlm.report.rows import Measured, Row, measured, number, pooled
@@ -33,7 +34,7 @@ def sweep_report(
     """
     results = results_table(sweep)
     parts = ["# Runs", f"{state_line(sweep.runs)}.", *choice_state(sweep), *notes, markdown(results), LEGEND]
-    parts += choice_parts(sweep, folder)
+    parts += [*choice_parts(sweep, folder), *cost_parts(sweep, folder)]
     parts += [markdown(table) for table in settings]
     name = "loss_curves.png"
     drawn = draw_loss_curves(panels, folder / name, sweep.stamp(), sweep.experiment.title)
@@ -58,22 +59,23 @@ def sweep_report(
 def results_table(sweep: Sweep) -> Table:
     """Return the table of the rows, the lowest validation loss first, with the differences from the baseline.
 
-    Where the baseline's sizes determine a law, a column has the compute that it needs for the same loss.
+    Where the baseline's sizes determine a law, columns have the compute and the time that it needs for the same loss.
     """
     column = sweep.first[1]
     losses: dict[str, Measured | None] = {}
     for rows in sweep.tasks:
         losses |= zip([row.label for row in rows], pooled([measured(row, column) for row in rows]), strict=True)
     differences = {entry.row.label: entry for entry in sweep.differences() if _is_alike(sweep, entry)}
-    needs = {entry.size.row.label: entry.needs["compute"] for entry in savings(sweep, curves(sweep))}
+    costs = with_costs(sweep)
+    needs = {entry.size.row.label: entry.needs for entry in savings(costs, curves(costs, COSTS))}
+    views = [view for view in ("compute", "time") if any(of_row[view] for of_row in needs.values())]
     best = sweep.best(column)
     head = ["", "seeds", "validation loss ↓"]
     if differences:
         references = {entry.reference.label for entry in differences.values() if entry.reference is not None}
         baseline = setting_text(sweep.experiment.series, sweep.experiment.baseline)
         head.append(f"against {references.pop() if len(references) == 1 else baseline}")
-    if any(needs.values()):
-        head.append(NEEDS["compute"])
+    head += [NEEDS[view] for view in views]
     table = []
     for row in sorted(sweep.rows, key=lambda row: _rank(losses[row.label])):
         label, loss = row.label, losses[row.label]
@@ -81,8 +83,7 @@ def results_table(sweep: Sweep) -> Table:
         texts = []
         if differences:
             texts.append(difference_text(differences[label], column) if label in differences else DASH)
-        if any(needs.values()):
-            texts.append(needed_text(needs.get(label)))
+        texts += [needed_text(needs[label][view] if label in needs else None) for view in views]
         facts = [_fact(row, name) for name in ("parameters", "tokens")]
         table.append([*cells([label, _seeds(row, loss)]), shown, *cells([*texts, *facts])])
     return Table([*head, "parameters", "tokens"], table, "Results")

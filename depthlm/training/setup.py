@@ -20,6 +20,7 @@ import torch
 from hydra.utils import get_class
 
 from depthlm.accounting import count_parameters, flops_per_token
+from depthlm.accounting.cost import cache_bytes_per_token
 from depthlm.accounting.memory import Memory
 from depthlm.build import build_model, draw_weights
 from depthlm.config import Config, prepare_command
@@ -71,10 +72,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Cost:
-    """The number of parameters, and the FLOPs of a training step per token."""
+    """The number of parameters, the FLOPs of a training step per token, and the bytes of the KV cache per token."""
 
     parameters: int
     flops_per_token: float
+    cache_bytes_per_token: int
 
 
 def start_process(config: Config) -> Ranks:
@@ -167,7 +169,8 @@ def build(setup: Setup, import_initial: bool) -> tuple[Engine, Cost]:
     model.mask_documents(config.data.document_mask, corpus.tokenizer.end_of_text)
     end_of_text = model.end_of_text
     attended = plan.sequence_length if end_of_text is None else setup.batches.document_length(end_of_text)
-    cost = Cost(count_parameters(model)["total"], flops_per_token(model, attended).training)
+    flops = flops_per_token(model, attended).training
+    cost = Cost(count_parameters(model)["total"], flops, cache_bytes_per_token(model))
     if compiles(config, setup.device):
         compile_sublayers(model)
     rows = derived(config, plan, corpus, setup.batches, model, cost.flops_per_token, setup.memory)

@@ -327,6 +327,7 @@ class Trainer:
                 last,
                 parameters=self.cost.parameters,
                 flops_per_token=self.cost.flops_per_token,
+                cache_bytes_per_token=self.cost.cache_bytes_per_token,
                 unigram_entropy=corpus.unigram_entropy,
                 mfu=self.mfu(progress.tokens_per_second),
                 peak_memory_gib=peak_memory_gib(self.device),

@@ -231,7 +231,7 @@ def test_every_figure_has_a_stamp(figure: str, monkeypatch: pytest.MonkeyPatch) 
     reported(of, "smoke")
     own = f"made_up, budget smoke, 40K tokens, 1 seed, depthlm {depthlm.__version__}"
     beside = f"ours: {own}; not comparable with the paper's numbers"
-    assert stamps == {figure: own if figure == "scaling" else beside, "loss_curves": own}
+    assert stamps == {figure: own if figure == "scaling" else beside, "equal_cost": own, "loss_curves": own}
 
 
 def mechanism(settings: dict[str, str]) -> Mechanism:

@@ -50,8 +50,8 @@ def test_the_report_has_the_fit_and_the_savings() -> None:
     fit = row(text, "vanilla", 0)
     assert (fit[0], fit[1][:2], fit[2][:7], *fit[3:]) == ("4", "4 ", "-0.0500", "1.0000", "1.891", "-0.057")
     assert row(text, "dca", 0)[-2:] == ["–", "–"]
-    assert row(text, "dca, 2", 2) == ["2M", "3.650", "1.25", "1.56"]
-    assert row(text, "dca, 8", 2) == ["8M", "3.177", "1.25 \\*", "1.56 \\*"]
+    assert row(text, "dca, 2", 3) == ["2M", "3.650", "1.25", "1.56"]
+    assert row(text, "dca, 8", 3) == ["8M", "3.177", "1.25 \\*", "1.56 \\*"]
     assert "\\*: extrapolated beyond the sizes of vanilla." in text
     assert "for the loss of dca, 4." in text
     assert "Dotted lines" in text
@@ -80,7 +80,7 @@ def test_seeds_give_intervals_that_cover_the_truth() -> None:
         assert needs.is_clear
     text = reported(of, seeds=seeds)
     assert "of twenty, one is expected to miss" in text
-    assert row(text, "dca, 2", 2)[2].startswith("1.2")
+    assert row(text, "dca, 2", 3)[2].startswith("1.2")
 
 
 def test_without_a_common_seed_there_is_no_saving() -> None:

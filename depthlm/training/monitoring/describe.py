@@ -79,6 +79,7 @@ def summary_of(
     *,
     parameters: int,
     flops_per_token: float,
+    cache_bytes_per_token: int,
     unigram_entropy: float | None,
     mfu: float | None,
     peak_memory_gib: float,
@@ -86,6 +87,7 @@ def summary_of(
     """Return the content of summary.json.
 
     losses: of the last validation. last: the last row of metrics.jsonl. flops_per_token: of a training step.
+    cache_bytes_per_token: of the KV cache in 16 bits.
     unigram_entropy: of the corpus, in nats per token. mfu: that of the whole run.
     """
     return {
@@ -99,6 +101,7 @@ def summary_of(
         "unigram_entropy": unigram_entropy,
         "forward_flops_per_token": flops_per_token / 3,
         "training_flops": flops_per_token * progress.tokens,
+        "cache_bytes_per_token": cache_bytes_per_token,
         "tokens_per_second": progress.tokens_per_second,
         "mfu": mfu,
         "wall_seconds": progress.wall_seconds,

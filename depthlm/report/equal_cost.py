@@ -1,0 +1,85 @@
+"""What each row costs beside its loss: parameters, training FLOPs, training time and the memory of generation."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from depthlm.config.experiment import Column
+from depthlm.report.figures.equal_cost import draw_costs
+from depthlm.report.rows import FACTS, Row, measured, number
+from depthlm.report.scaling_laws import VIEWS, curves, savings, savings_table
+from depthlm.report.sweep import Sweep, references_text
+from depthlm.report.tables import DASH, Table, cells, markdown, number_text
+from depthlm.runs.records import RunRecord
+
+# tokens of the sequence that is generated
+CONTEXT = 32_768
+# bytes of a parameter in 16 bits
+PARAMETER_BYTES = 2
+COSTS = VIEWS | {
+    "time": Column(title="training time (s)", metric="training_seconds"),
+    "generation": Column(title=f"memory of generation (MB, {CONTEXT:,} tokens)", metric="generation_bytes", scale=1e6),
+}
+HEADS = {
+    "parameters": "parameters",
+    "compute": "training FLOPs",
+    "time": "training time",
+    "generation": "memory of generation",
+}
+LEGEND = (
+    "Costs are multiples of the reference's, mean over seeds. Training time: tokens over tokens per second, so it only "
+    "compares runs of one kind of machine. Memory of generation: parameters and the KV cache of one sequence of "
+    f"{CONTEXT:,} tokens, both in 16 bits. Grey lines in the figure: the front, the rows that no other row beats in "
+    "both loss and cost."
+)
+
+
+def with_costs(sweep: Sweep) -> Sweep:
+    """Return the sweep with the training time and the memory of generation in the summaries of its runs."""
+    rows = [replace(row, runs=[_with_costs(run) for run in row.runs]) for row in sweep.rows]
+    return replace(sweep, rows=rows)
+
+
+def _with_costs(run: RunRecord) -> RunRecord:
+    tokens, speed = number(run, "tokens"), number(run, "tokens_per_second")
+    parameters, cached = number(run, "parameters"), number(run, "cache_bytes_per_token")
+    derived = {}
+    if tokens and speed:
+        derived["training_seconds"] = tokens / speed
+    if parameters and cached is not None:
+        derived["generation_bytes"] = PARAMETER_BYTES * parameters + CONTEXT * cached
+    return replace(run, summary=derived | run.summary)
+
+
+def cost_parts(sweep: Sweep, folder: Path) -> list[str]:
+    """Return the section of a report in Markdown; empty where no two mechanisms are compared.
+
+    Draws `equal_cost.png` into the folder. Raises OSError.
+    """
+    path, sweep = folder / "equal_cost.png", with_costs(sweep)
+    complete = [row for row in sweep.rows if measured(row, sweep.first[1]) is not None]
+    if len({row.points[0].mechanism for row in complete}) < 2 or sweep.first[1].metric in FACTS:
+        # the figure of an earlier report must not be shown in this one
+        path.unlink(missing_ok=True)
+        return []
+    draw_costs(sweep, complete, COSTS, path)
+    fitted = curves(sweep, COSTS)
+    tables = cost_table(sweep, complete), savings_table(sweep, fitted, savings(sweep, fitted))
+    shown = [markdown(table) for table in tables if table is not None]
+    return ["## Equal cost", *shown, LEGEND, "![Equal cost](equal_cost.png)"]
+
+
+def cost_table(sweep: Sweep, rows: Sequence[Row]) -> Table | None:
+    """Return the costs of these rows as multiples of those of their references; None without any."""
+    lines, digits = [], sweep.first[1].digits
+    entries = [entry for entry in sweep.differences() if entry.reference is not None and entry.row in rows]
+    for entry in entries:
+        assert entry.reference is not None
+        loss = measured(entry.row, sweep.first[1])
+        texts = [entry.row.label, number_text(None if loss is None else loss.mean, digits)]
+        for column in COSTS.values():
+            ours, theirs = measured(entry.row, column), measured(entry.reference, column)
+            texts.append(DASH if not (ours and theirs and theirs.mean) else number_text(ours.mean / theirs.mean, 3))
+        lines.append(cells(texts))
+    title = f"Costs as multiples of those of {references_text(entries)}"
+    return Table(["", "loss", *HEADS.values()], lines, title) if lines else None

@@ -1,0 +1,75 @@
+"""Reports compare mechanisms at equal parameters, FLOPs, time and memory of generation."""
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from depthlm.report.equal_cost import CONTEXT, COSTS, cost_table, with_costs
+from depthlm.report.figures.equal_cost import pareto_front
+from depthlm.report.scaling_laws import curves, savings
+from depthlm.report.sweep import read_sweep
+from depthlm.sweeps import sweep_points
+
+from .made_up import directories, experiment, reported, write_run
+
+SIZES = ("nano_60k", "nano_160k", "nano_330k", "nano_630k")
+# mhc has the loss of vanilla with twice the compute and twice the cache, at half the speed
+GAIN = 2**-0.1
+
+
+def trained() -> list[str]:
+    overrides = ["model=vanilla,mhc", f"size={','.join(SIZES)}", "seed=1,2"]
+    for point in sweep_points(overrides):
+        is_mhc, seed = point.mechanism == "mhc", int(point.settings["seed"])
+        flops = 1e15 * 4 ** SIZES.index(point.settings["size"])
+        loss = 3.0 * (flops / 1e15) ** -0.1 * (GAIN if is_mhc else 1.0) * (1 + 0.01 * seed + 1e-6 * seed * is_mhc)
+        write_run(
+            point.directory, loss, training_flops=flops, parameters=round(math.sqrt(flops)), tokens=1000,
+            tokens_per_second=1e18 / flops / (2 if is_mhc else 1), cache_bytes_per_token=200 if is_mhc else 100,
+        )  # fmt: skip
+    return overrides
+
+
+def test_costs_are_multiples_of_those_of_the_reference() -> None:
+    sweep = with_costs(read_sweep(trained()))
+    table = cost_table(sweep, sweep.rows)
+    assert table is not None
+    assert table.head == ["", "loss", "parameters", "training FLOPs", "training time", "memory of generation"]
+    (line,) = [[cell.text for cell in row] for row in table.rows if row[0].text == "mhc, nano_60k"]
+    parameters = 2 * round(math.sqrt(1e15))
+    memory = (parameters + CONTEXT * 200) / (parameters + CONTEXT * 100)
+    assert line[2:] == ["1.000", "1.000", "2.000", f"{memory:.3f}"]
+
+
+def test_the_baseline_needs_as_much_more_of_each_cost_as_its_law_says() -> None:
+    sweep = with_costs(read_sweep(trained()))
+    first = savings(sweep, curves(sweep, COSTS))[0]
+    needs = {view: needed and needed.factor for view, needed in first.needs.items()}
+    assert needs["compute"] == pytest.approx(2, rel=1e-3)
+    # the law over the parameters has twice the exponent, and the time of mhc is twice as long
+    assert needs["parameters"] == pytest.approx(math.sqrt(2), rel=1e-3)
+    assert needs["time"] == pytest.approx(1, rel=1e-3)
+
+
+def test_a_report_on_mechanisms_has_the_section_and_one_on_rates_has_not() -> None:
+    columns = {"loss": {"title": "loss", "metric": "validation_loss", "digits": 4}}
+    for number, varied in enumerate(({"model": ["vanilla", "mhc"]}, {"optimizer.lr": [1e-3, 2e-3]})):
+        of = experiment(points=[varied], columns=columns, series=next(iter(varied)))
+        for directory in directories(of):
+            write_run(directory, cache_bytes_per_token=100 * (number + 1))
+        text = reported(of)
+        assert ("## Equal cost" in text) == Path("report/equal_cost.png").exists() == (number == 0)
+
+
+points_of = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=9)
+
+
+@given(points=points_of)
+def test_the_front_has_the_points_that_no_other_beats(points: list[tuple[int, int]]) -> None:
+    front = pareto_front([(float(x), float(y)) for x, y in points])
+    expected = {(x, y) for x, y in points if not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)}
+    assert {*front} == expected
+    assert front == sorted(front)
