@@ -43,6 +43,7 @@ EXPERIMENTS = (
     "sensitivity_rate",
     "sensitivity_depth",
     "sensitivity_rate_dca",
+    "transfer",
 )
 # experiments whose loss curves are drawn
 CURVES = ("scaling",)

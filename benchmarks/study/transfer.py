@@ -1,0 +1,108 @@
+"""Write the tables and pictures of docs/results/transfer.md: the coordinate check, and rates over width and depth.
+
+    python benchmarks/study/transfer.py
+
+The tables replace the blocks of the page, from the committed records of the runs and of benchmarks/coordinate_check.py.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.coordinate_check import draw
+from benchmarks.shared.reporting import FOLDER
+from benchmarks.study.archive import RESULTS, study_sweeps
+from benchmarks.study.page import with_blocks
+from depthlm.files import replace_text
+from depthlm.report.figures.style import shaded
+from depthlm.report.rows import Row, measured
+from depthlm.report.sweep import Sweep
+from depthlm.report.tables import DASH, Cell, Table, markdown, number_text
+from depthlm.runs.plots import MARKERS, grid, save, subplots
+
+PAGE = RESULTS / "transfer.md"
+COORDINATES = FOLDER / "coordinate-check-epyc-2-cores.json"
+BASE, LABELS = "base size", ("standard", "CompleteP")
+TASKS = (BASE, "width x 2", "width x 4", "depth x 2", "depth x 4")
+
+
+def main() -> None:
+    sweep, checked = study_sweeps()["transfer"], json.loads(COORDINATES.read_text())
+    replace_text(PAGE, with_blocks(PAGE.read_text(), blocks(sweep, checked)))
+    draw(checked, "vanilla", RESULTS / "coordinate_check.png")
+    draw_rates(sweep, RESULTS / "transfer.png")
+    print(f"written to {PAGE}")
+
+
+def blocks(sweep: Sweep, checked: dict[str, Any]) -> dict[str, str]:
+    """Return the tables of the page, as Markdown, by the names of their blocks."""
+    return {"coordinates": markdown(coordinates(checked)), "rates": markdown(rates(sweep))}
+
+
+def coordinates(checked: dict[str, Any]) -> Table:
+    """Return by what factor the changes of each mechanism grow from the base size to the largest width and depth."""
+    rows = []
+    for model, by_axis in checked["changes"].items():
+        cells = [Cell(model)]
+        for axis, name in (
+            ("width", "standard"),
+            ("width", "completep"),
+            ("depth", "standard"),
+            ("depth", "completep"),
+        ):
+            first, *_, last = by_axis[axis][name]
+            cells.append(Cell(", ".join(f"{last[part] / first[part]:.2f}" for part in ("outputs", "hidden"))))
+        rows.append(cells)
+    head = [f"{axis} x {checked['factors'][axis][-1]}, {name}" for axis in ("width", "depth") for name in LABELS]
+    return Table(["outputs, hidden state", *head], rows)
+
+
+def losses(sweep: Sweep, label: str, task: str) -> dict[str, float]:
+    """Return the loss of each learning rate; at the base size, CompleteP is the standard parametrization."""
+
+    def has(row: Row) -> bool:
+        return row.parts["task"] == task and row.parts["label"] == (LABELS[0] if task == BASE else label)
+
+    known = {row.settings["optimizer.lr"]: measured(row, sweep.first[1]) for row in sweep.rows if has(row)}
+    return {rate: number.mean for rate, number in known.items() if number is not None}
+
+
+def rates(sweep: Sweep) -> Table:
+    """Return the loss of each shape at each learning rate, with the lowest of a line in bold."""
+    tried = sorted({row.settings["optimizer.lr"] for row in sweep.rows}, key=float)
+    rows = []
+    for label in LABELS:
+        for task in TASKS[label != LABELS[0] :]:
+            by_rate = losses(sweep, label, task)
+            best = min(by_rate, key=lambda rate: by_rate[rate], default=None)
+            shown = [Cell(number_text(by_rate[r], 3) if r in by_rate else DASH, r == best) for r in tried]
+            rows.append([Cell(f"{label}, {task}"), *shown])
+    return Table(["validation loss at a rate of", *tried], rows)
+
+
+def draw_rates(sweep: Sweep, path: Path) -> None:
+    """Draw the loss over the learning rate of each width and depth, a column of panels per parametrization."""
+    figure, axes = subplots(2, 9.0, 6.4, rows=2, sharex=True, sharey="row")
+    for row, axis in zip(axes, ("width", "depth"), strict=True):
+        for panel, label in zip(row, LABELS, strict=True):
+            for number, task in enumerate(task for task in TASKS if task == BASE or task.startswith(axis)):
+                by_rate = losses(sweep, label, task)
+                points = sorted((float(rate), loss) for rate, loss in by_rate.items())
+                x, y = [rate for rate, _ in points], [loss for _, loss in points]
+                style = {"color": shaded("#0072B2", 0.55 - 0.45 * number), "marker": MARKERS[number]}
+                panel.plot(x, y, label=task, **style)
+                if points:
+                    at, lowest = min(points, key=lambda point: point[1])
+                    panel.plot([at], [lowest], "o", ms=13, mfc="none", mec="0.3")
+            panel.set_xscale("log")
+            panel.set_title(f"{label}: {axis}", fontsize="medium")
+            panel.legend(frameon=False, fontsize="small")
+            grid(panel)
+    for panel in axes[-1]:
+        panel.set_xlabel("peak learning rate of the base size")
+    figure.supylabel("validation loss", fontsize="medium")
+    save(figure, path, f"{sweep.stamp()}; rings: the lowest loss of a curve")
+
+
+if __name__ == "__main__":
+    main()
