@@ -41,6 +41,8 @@ class DepthQKV(Connection):
     the backbone, but as wide as hidden_size / num_heads. Neither queries nor keys have a norm or RoPE.
     """
 
+    has_edges = True
+
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)
         d = size.hidden_size
@@ -77,7 +79,11 @@ class DepthQKV(Connection):
 
     def alphas(self, q: Tensor, keys: Sequence[Tensor]) -> list[Tensor]:
         q_btkge = q.unflatten(-1, (self.size.num_kv_heads, -1, self.head_size)) * self.head_size**-0.5
-        return [source_scores(q_btke, keys, eps=None).softmax(0) for q_btke in q_btkge.unbind(3)]
+        alphas = [source_scores(q_btke, keys, eps=None).softmax(0) for q_btke in q_btkge.unbind(3)]
+        if self.edit is None:
+            return alphas
+        axes = ("head", "source", "batch", "token", "kv_head")
+        return list(self.edited(torch.stack(alphas), axes, normalized=True).unbind())
 
     def write(self, state: State, output_btd: Tensor, carry: State) -> State:
         return State(output_btd, carry.keys, carry.values)

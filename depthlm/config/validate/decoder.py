@@ -120,7 +120,7 @@ def check_mechanism(config: Config) -> list[str]:
         ("model.connection", connection, connected),
         ("model.attention", attention, attending),
     ]
-    errors = []
+    errors = check_kept_sources(config.model, depth)
     with torch.device("meta"):
         for name, make, specs in parts:
             for spec in specs:
@@ -134,6 +134,16 @@ def check_mechanism(config: Config) -> list[str]:
                     settings = {k: v for k, v in getattr(config.model, name.split(".")[1]).items() if k != "_target_"}
                     errors.append(f"{name}: {str(error).splitlines()[0]}; its settings are {settings}")
     return list(dict.fromkeys(errors))
+
+
+def check_kept_sources(model: Model, depth: int) -> list[str]:
+    """Return the mistakes in `model.kept_sources`. depth: the number of unrolled layers."""
+    from depthlm.model.edges import problems_of_kept
+
+    classes: list[Any] = [get_class(settings["_target_"]) for settings in (model.connection, model.attention)]
+    if model.kept_sources and not any(named.has_edges for named in classes):
+        return [f"model.kept_sources: model={model.name} has no sources of which its reads could keep some"]
+    return [f"model.{problem}" for problem in problems_of_kept(model.kept_sources, depth)]
 
 
 def check_shape(config: Config) -> list[str]:
