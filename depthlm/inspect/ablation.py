@@ -4,6 +4,7 @@ Shapes: r reads (an input of a reader each), n sources.
 """
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -47,8 +48,6 @@ INPUTS = ("q", "k", "v", "residual")
 SAVE_EVERY = 5.0
 # changes below this share of the largest one have a linear colour scale
 LINEAR = 1e-3
-# of the changes in the pictures, in nats per token
-UNIT = 1e-3
 
 
 class Finished:
@@ -206,7 +205,7 @@ def edge_picture(
         extremes = []
         for number in (int(change.argmax()), int(change.argmin())):
             source = "" if maps_streams else f" from source {reads.source(edges[number])}"
-            extremes.append(f"{labels[rows.index(edges[number][:2])]}{source} ({change[number]:+.4f})")
+            extremes.append(f"{labels[rows.index(edges[number][:2])]}{source} ({change[number]:+.3g})")
         lines.append(
             f"{what}, the loss changes most for {extremes[0]} and least for {extremes[1]}; rank correlation with "
             f"|weight|: {rank:.2f}, over {free.sum()} edges"
@@ -226,9 +225,12 @@ def source_picture(
     about = "the change of the loss when a source is removed from all readers"
     line = (
         f"{titles['zero']} in all readers, the loss changes most for source {numbers[change.argmax()]} "
-        f"({change.max():+.4f}) and least for source {numbers[change.argmin()]} ({change.min():+.4f})"
+        f"({change.max():+.3g}) and least for source {numbers[change.argmin()]} ({change.min():+.3g})"
     )
-    return Picture(name, about, arrays, partial(draw_sources, numbers, change, name)), line
+    if reads.edges[sets[0][0].reader].maps_streams:
+        line = f"with the identity as H_res of all sublayers, the loss changes by {change[0]:+.3g}"
+    heading = f"{name.partition('_ablation')[0]}: {about}"
+    return Picture(name, about, arrays, partial(draw_sources, numbers, change, heading)), line
 
 
 def correlation(first: Array, second: Array) -> float:
@@ -254,23 +256,25 @@ def draw_edges(panels: dict[str, Array], rows: Sequence[str], heading: str) -> A
     wide, high = max(3.4, min(0.5 * width, 8.0) + 1.4), max(2.0, min(0.32 * height, 12.0)) + 1.3
     figure, axes = subplots(len(panels), wide * len(panels) + 1.0, high, sharey=True)
     for number, (place, (title, matrix)) in enumerate(zip(axes[0], panels.items(), strict=True)):
-        norm, colours = scale([matrix])
+        norm, colours, shown, unit = *scale([matrix]), matrix, ""
         if number:
-            # a few edges matter a thousand times as much as the others
-            matrix = matrix / UNIT
             most = float(np.nanmax(np.abs(matrix))) or 1.0
+            thousands = 3 * math.floor(math.log10(most) / 3)
+            shown, most = matrix / 10.0**thousands, most / 10.0**thousands
+            unit = f"$10^{{{thousands}}}$ nats per token" if thousands else "nats per token"
+            # a few edges matter a thousand times as much as the others
             norm, colours = SymLogNorm(LINEAR * most, vmin=-most, vmax=most), signed_colours()
-        image = draw_grid(place, Grid(title, matrix, rows=rows), norm, colours)
+        image = draw_grid(place, Grid(title, shown, rows=rows), norm, colours)
         step = -(-height // 40)
         place.set_yticks(range(0, height, step), rows[::step], size=7)
-        bar = figure.colorbar(
-            image, ax=place, shrink=0.85, pad=0.02, label=f"{UNIT:g} nats per token" if number else ""
-        )
+        if width == 1:
+            place.set_xticks([])
+        bar = figure.colorbar(image, ax=place, shrink=0.85, pad=0.02, label=unit)
         if number:
             decades = [sign * most * LINEAR**share for sign in (-1, 1) for share in (0, 1 / 3, 2 / 3)]
             bar.set_ticks([*decades, 0], labels=[number_text(tick) for tick in (*decades, 0)])
             bar.minorticks_off()
-    write_labels(figure, heading, "source")
+    write_labels(figure, heading, "source" if width > 1 else "")
     return figure
 
 
@@ -279,7 +283,7 @@ def signed_colours() -> Any:
     return scale([np.array([[-1.0, 1.0]])])[1]
 
 
-def draw_sources(numbers: Array, change: Array, name: str) -> Any:
+def draw_sources(numbers: Array, change: Array, heading: str) -> Any:
     """Draw the change of the loss without each source."""
     figure, axes = subplots(1, max(4.0, 0.3 * len(numbers) + 1.5), 3.4)
     axes[0, 0].bar(numbers, change, color="#0072B2")
@@ -287,5 +291,5 @@ def draw_sources(numbers: Array, change: Array, name: str) -> Any:
     axes[0, 0].xaxis.get_major_locator().set_params(integer=True)
     axes[0, 0].set_ylabel("change of loss, nats per token")
     grid(axes[0, 0])
-    write_labels(figure, f"{name}: each source removed from all readers", "source")
+    write_labels(figure, heading, "source")
     return figure

@@ -23,6 +23,8 @@ from depthlm.inspect.interventions import Batch, Edge, Intervention, losses, rec
 from depthlm.inspect.pruning import prune
 from depthlm.locations import CONF
 from depthlm.model import Decoder
+from depthlm.runs.checkpoints import newest_checkpoint
+from depthlm.training.checkpoint.restoring import needs_repartition
 
 from .conftest import TOKENS, composed
 from .test_command import inspect, refused, trained
@@ -223,10 +225,13 @@ def test_command_ablates_and_prunes(
     )
     assert model.kept_sources == config.model.kept_sources
     assert is_own(pruned)
-    folder = f"{trained}-pruned1"
     assert "pruned already" in refused(monkeypatch, capsys, f"run={pruned}", "prune=1", "text=some text")
     assert "exists already" in refused(monkeypatch, capsys, f"run={trained}", "prune=1", f"to={pruned}")
-    assert not Path(folder).exists()
+    assert not trained.with_name(f"{trained.name}-pruned1").exists()
+    checkpoint = newest_checkpoint(pruned)
+    assert checkpoint is not None
+    with pytest.raises(UserError, match=r"no state of the optimizer, since `inspect prune=` wrote it; .*init_from="):
+        needs_repartition(*checkpoint, config, plan=None)  # type: ignore[arg-type]
 
 
 def test_bad_combinations_are_refused(
