@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 
 from depthlm.config import Config
 from depthlm.config.saved import check_trusted, load_config, targets
-from depthlm.config.validate.decoder import check_target, factories
+from depthlm.config.validate.decoder import check_kept_sources, check_target, factories
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.model import Decoder, initialize
-from depthlm.model.parametrization import parametrize
 from depthlm.model.shape import Size, SublayerSpec
+from depthlm.optimizers.parametrization import parametrize
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import WEIGHTS, newest_checkpoint, retrain
 from depthlm.runs.manifest import Manifest
@@ -30,7 +30,9 @@ def build_model(config: Config, device: str | torch.device = "cpu") -> Decoder:
     """
     connection, attention = factories(config.model)
     with torch.device("meta"):
-        model = Decoder(config.size, config.backbone, connection, attention, loops=config.model.loops)
+        model = Decoder(
+            config.size, config.backbone, connection, attention, config.model.loops, config.model.kept_sources
+        )
     parametrize_as(config, model)
     model.kernels = config.kernels
     if torch.device(device).type != "meta":
@@ -79,6 +81,8 @@ def load_checkpoint(
     for part, settings in (("connection", config.model.connection), ("attention", config.model.attention)):
         if errors := check_target(f"model.{part}", settings):
             raise UserError(f"{directory}: {'; '.join(errors)}")
+    if errors := check_kept_sources(config.model, config.model.loops * config.size.num_layers):
+        raise UserError(f"{directory}: {'; '.join(errors)}")
     model, manifest = _load_newest(config, directory, device)
     if model.kernels == "triton":
         # a requirement of training should not restrict where the model is used

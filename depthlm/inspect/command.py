@@ -1,18 +1,19 @@
 """`python -m depthlm inspect`: figures of the model of a run, and of what the run recorded in training."""
 
+import hashlib
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from depthlm.build import load
+from depthlm.build import load_checkpoint
 from depthlm.config import Config
 from depthlm.config.saved import check_reach
 from depthlm.console import stdout_console
@@ -20,12 +21,17 @@ from depthlm.counts import Count
 from depthlm.data import DataError, Tokenizer, open_corpus
 from depthlm.errors import UserError
 from depthlm.fields import key
+from depthlm.inspect.ablation import Mode, ablate
 from depthlm.inspect.collect import collect
 from depthlm.inspect.depth_mixing import depth_mixing, mixing_picture
+from depthlm.inspect.interventions import Batch
 from depthlm.inspect.picture import TOKENS, Array, Picture, token_names
+from depthlm.inspect.pruning import Pruned, prune, pruned_folder, write_pruned
 from depthlm.machine import environment
 from depthlm.model import Decoder
 from depthlm.run_directory import RunDirectory
+from depthlm.runs.checkpoints import WEIGHTS
+from depthlm.runs.manifest import Manifest
 from depthlm.runs.plots import grid, save, subplots
 from depthlm.runs.records import read_metrics
 
@@ -50,7 +56,23 @@ class Inspect:
 
     run: str = key(doc="run directory; its newest complete checkpoint is inspected")
     compare: list[str] | None = key(None, "other run directories, whose depth mixing matrices are drawn beside it")
-    to: str | None = key(None, "folder for the figures; null: inspect/ in the run directory")
+    to: str | None = key(
+        None,
+        "folder for the figures; null: inspect/ in the run directory; prune: the new run, by default <run>-pruned<k>",
+    )
+    ablate: Mode | None = key(
+        None,
+        "instead of the figures, the change of the loss if the weights over depth change. edges: each one is 0 (of "
+        "streams, H_res is the identity); sources: each source is removed from all readers; tokens: each weight is its "
+        "mean over the tokens, or permuted over them",
+    )
+    renormalize: bool = key(True, "ablate: whether the other weights of a softmax are renormalized")
+    prune: int | None = key(
+        None,
+        "instead of the figures, keep the k most useful sources of each read, chosen greedily, and write the pruned "
+        "model as a new run",
+        minimum=1,
+    )
     tokens: Count = key(8192, "maximum number of tokens of the first validation set", minimum=1)
     text: str | None = key(None, "your own text, instead of the validation set")
     device: environment.Device = key("auto", "auto: the GPU, or the CPU if there is none")
@@ -66,18 +88,25 @@ def inspect_run(arguments: Inspect) -> Path:
     cannot be written to.
     """
     directory = Path(arguments.run)
-    model, config, batches, source = read_run(directory, arguments)
+    check_arguments(arguments)
+    run = read_run(directory, arguments)
+    if arguments.prune is not None:
+        return prune_run(directory, arguments, run)
+    model, config, batches, source = run.model, run.config, run.windows(), run.source
     folder = Path(arguments.to) if arguments.to is not None else RunDirectory(directory).inspection
     with writable(folder):
         # fail before the forward passes, which may take minutes
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
+    if arguments.ablate is not None:
+        return ablate_run(folder, arguments, run)
     first = batches[0][0, :TOKENS].tolist()
     names = token_names(Tokenizer.load(directory), first) if arguments.text is not None else []
     pictures, messages = collect(model, batches, names)
     matrices = [titled_matrix(model, config, batches, messages)]
     for other in arguments.compare or ():
-        matrices.append(titled_matrix(*read_run(Path(other), arguments)[:3], messages))
+        compared = read_run(Path(other), arguments)
+        matrices.append(titled_matrix(compared.model, compared.config, compared.windows(), messages))
     pictures.append(mixing_picture(matrices))
     pictures += filter(None, (expert_picture(directory), sublayer_norm_picture(directory)))
     if pictures[-1].name != "blocks":
@@ -89,13 +118,87 @@ def inspect_run(arguments: Inspect) -> Path:
     return folder
 
 
-def read_run(directory: Path, arguments: Inspect) -> tuple[Decoder, Config, list[Tensor], str]:
-    """Return a run's model and configuration, its windows of tokens_bt, and a description of their source."""
-    model, config = load(directory, device=environment.usable_device(arguments.device), trust=arguments.trust or ())
+class Run(NamedTuple):
+    """A run, and the tokens on which it is inspected. source: a description of them."""
+
+    model: Decoder
+    config: Config
+    manifest: Manifest
+    tokens: Tensor
+    source: str
+
+    def windows(self) -> list[Tensor]:
+        """Return the tokens in windows of tokens_bt."""
+        return windows(self.tokens, self.config.training.sequence_length)
+
+    def batches(self) -> list[Batch]:
+        """Return windows of inputs and targets. Each token but the first is a target once.
+
+        Raises UserError for a single token.
+        """
+        if len(self.tokens) < 2:
+            raise UserError(f"{self.source} has one token, which leaves nothing to predict; give more text")
+        length, device = self.config.training.sequence_length, next(self.model.parameters()).device
+        inputs, targets = (windows(part.to(device), length) for part in (self.tokens[:-1], self.tokens[1:]))
+        return list(zip(inputs, targets, strict=True))
+
+    def key(self) -> dict[str, str]:
+        """Return digests of the weights and the tokens, on which all losses depend."""
+        digest = hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()
+        return {"weights": self.manifest.files[WEIGHTS], "tokens": digest}
+
+
+def check_arguments(arguments: Inspect) -> None:
+    """Raise UserError for keys that do not go together."""
+    if arguments.ablate is not None and arguments.prune is not None:
+        raise UserError(f"prune={arguments.prune}: does not go with ablate=; give one of them")
+    chosen = "ablate" if arguments.ablate is not None else "prune" if arguments.prune is not None else None
+    if chosen and arguments.compare:
+        raise UserError(f"compare=: does not go with {chosen}=; leave it out")
+    if arguments.ablate is None and not arguments.renormalize:
+        raise UserError("renormalize=false: has an effect only with ablate=")
+
+
+def ablate_run(folder: Path, arguments: Inspect, run: Run) -> Path:
+    """Write the pictures of an ablation. Raises UserError."""
+    assert arguments.ablate is not None
+    batches, name = run.batches(), f"ablation_{arguments.ablate}"
+    unfinished = folder / f"{name}.unfinished.json"
+    with writable(folder):
+        pictures, lines = ablate(run.model, batches, arguments.ablate, arguments.renormalize, unfinished, run.key())
+        write(folder, pictures, f"{name}.npz")
+        unfinished.unlink(missing_ok=True)
+    _show(folder, pictures, [f"{len(run.tokens):,} tokens of {run.source}", *lines], f"{name}.npz")
+    return folder
+
+
+def prune_run(directory: Path, arguments: Inspect, run: Run) -> Path:
+    """Write the run directory of the pruned model. Raises UserError."""
+    assert arguments.prune is not None
+    folder = pruned_folder(directory, arguments.to, arguments.prune)
+    unfinished = folder.with_name(f".{folder.name}.unfinished.json")
+    with writable(folder):
+        pruned: Pruned = prune(run.model, run.batches(), arguments.prune, unfinished, run.key())
+        write_pruned(directory, folder, run.config, run.manifest, pruned.kept)
+        pictures = [pruned.picture(run.model)]
+        inspection = RunDirectory(folder).inspection
+        inspection.mkdir()
+        write(inspection, pictures, "pruning.npz")
+        unfinished.unlink(missing_ok=True)
+    lines = [f"{len(run.tokens):,} tokens of {run.source}", *pruned.lines(), f"{folder}: the pruned run"]
+    _show(inspection, pictures, lines, "pruning.npz")
+    return folder
+
+
+def read_run(directory: Path, arguments: Inspect) -> Run:
+    """Return a run's model and configuration, and the tokens on which it is inspected."""
+    model, config, manifest = load_checkpoint(
+        directory, environment.usable_device(arguments.device), arguments.trust or ()
+    )
     if arguments.text is None:
         check_reach(directory, config, arguments.trust or (), lambda name: name.startswith("data."))
     tokens, source = read_tokens(directory, config, arguments.text, arguments.tokens)
-    return model, config, windows(tokens, config.training.sequence_length), source
+    return Run(model, config, manifest, tokens, source)
 
 
 def titled_matrix(model: Decoder, config: Config, batches: Sequence[Tensor], messages: list[str]) -> tuple[str, Array]:
@@ -145,20 +248,20 @@ def writable(folder: Path) -> Iterator[None]:
         raise UserError(f"{folder}: cannot be written to ({reason}); choose another folder with to=...") from None
 
 
-def write(folder: Path, pictures: Sequence[Picture]) -> None:
+def write(folder: Path, pictures: Sequence[Picture], name: str = ARRAYS) -> None:
     """Write all pictures and arrays. Raises OSError."""
     for picture in pictures:
         save(picture.draw(), folder / f"{picture.name}.png")
     arrays: dict[str, Any] = {name: array for picture in pictures for name, array in picture.arrays.items()}
-    np.savez_compressed(folder / ARRAYS, **arrays)
+    np.savez_compressed(folder / name, **arrays)
 
 
-def _show(folder: Path, pictures: Sequence[Picture], messages: Sequence[str]) -> None:
+def _show(folder: Path, pictures: Sequence[Picture], messages: Sequence[str], name: str = ARRAYS) -> None:
     console = stdout_console()
     lines = [*messages, f"{folder}:"]
     width = max(len(f"{picture.name}.png") for picture in pictures) if pictures else 0
     lines += [f"  {picture.name + '.png':{width}}  {picture.about}" for picture in pictures]
-    lines.append(f"  {ARRAYS:{width}}  the arrays that they show:")
+    lines.append(f"  {name:{width}}  the arrays that they show:")
     lines += [f"    {name} {list(array.shape)}" for picture in pictures for name, array in picture.arrays.items()]
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthlm.model.connection import Connection, Cost, Inputs
+from depthlm.model.edges import per_token
 from depthlm.model.figures import Figure
 from depthlm.model.read_ahead import Partial, ReadAhead
 from depthlm.model.settings import at_least, boolean, check, one_of, shown
@@ -66,6 +67,7 @@ class AttentionResiduals(Connection):
     """
 
     colour = "#D55E00"
+    has_edges = True
 
     def __init__(
         self,
@@ -156,7 +158,7 @@ class AttentionResiduals(Connection):
     def read(self, state: State, weights: Any = None) -> tuple[Inputs, tuple[Partial, ...]]:
         if self.reads_embedding:
             return state.blocks * self.num_inputs, ()
-        if weights is None and self.read_ahead is not None:
+        if weights is None and self.read_ahead is not None and self.edit is None:
             h_sbtd, ahead = self.read_ahead.read(state.normed or state.blocks, state.ahead)
             return h_sbtd.unbind(), ahead
         alphas = self.weights(state) if weights is None else weights
@@ -178,7 +180,8 @@ class AttentionResiduals(Connection):
         if self.reads_embedding:
             return [state.blocks[0].new_ones(1)] * self.num_inputs
         if self.mixing == "scalars":
-            return [self.scores.softmax(0)]
+            alpha_n = self.scores.softmax(0)
+            return [alpha_n] if self.edit is None else self.edited_alphas([per_token(alpha_n, state.blocks[0])])
         if hasattr(self, "query_proj"):
             w_btd = self.query_proj(state.blocks[-1]) * self.factor
             queries = [w_btd * self.key_norm if hasattr(self, "key_norm") else w_btd]
@@ -190,7 +193,15 @@ class AttentionResiduals(Connection):
             scores = [source_scores(slices[-1], slices[:-1], None)]
         else:
             scores = [source_scores(w, state.normed or state.blocks, self.eps) for w in queries]
-        return [score.softmax(0) if self.mixing == "softmax" else score.sigmoid() for score in scores]
+        alphas = [score.softmax(0) if self.mixing == "softmax" else score.sigmoid() for score in scores]
+        return alphas if self.edit is None else self.edited_alphas(alphas)
+
+    def edited_alphas(self, alphas: list[Tensor]) -> list[Tensor]:
+        """Return the alphas that `edit` makes of these. Sources are numbered by their block, 0 is the embedding."""
+        blocks = -(-self.spec.sublayer // self.block_size)
+        sources = 0, *range(blocks - self.num_sources + 2, blocks + 1)
+        axes = ("panel", "source", "batch", "token", "head")[: alphas[0].ndim + 1]
+        return list(self.edited(torch.stack(alphas), axes, sources, self.mixing != "sigmoid").unbind())
 
     def extend(self, partial: Partial, recent: Sequence[Tensor]) -> Tensor:
         return add_sources(partial, recent, self.eps)

@@ -51,6 +51,7 @@ class AttentionResidualsRecency(Connection):
     colour = "#F4A582"
     accumulates = "sum"
     width_exponents: ClassVar = {"query": 1.0}
+    has_edges = True
     # of the scores
     factor = 1.0
 
@@ -85,6 +86,8 @@ class AttentionResidualsRecency(Connection):
         return State((embedding_btd,), embedding_btd)
 
     def read(self, state: State, weights: Tensor | None = None) -> tuple[Inputs, tuple[Partial, ...]]:
+        if weights is None and self.edit is not None:
+            weights = self.weights(state)
         if weights is not None:
             return (weighted_sum(weights, state.sources),), ()
         assert self.read_ahead is not None
@@ -94,7 +97,10 @@ class AttentionResidualsRecency(Connection):
     def weights(self, state: State) -> Tensor:
         """Return alpha_nbt of the sources."""
         *blocks_nbt, newest_bt = source_scores(self.query * self.key_norm, state.sources, self.eps)
-        return torch.stack([*blocks_nbt, newest_bt + self.recency]).softmax(0)
+        alpha_nbt = torch.stack([*blocks_nbt, newest_bt + self.recency]).softmax(0)
+        # the running sum has the number after the last snapshot of the decoder
+        sources = *range(self.num_sources - 1), 1 + self.snapshots(self.spec.num_layers)
+        return self.edited(alpha_nbt, ("source", "batch", "token"), sources, normalized=True)
 
     def extend(self, partial: Partial, recent: Sequence[Tensor]) -> Tensor:
         bias_n = torch.cat([self.recency.new_zeros(len(recent) - 1), self.recency])

@@ -67,6 +67,7 @@ class DeepCrossAttention(Connection):
     colour = "#009E73"
     accumulates = "sum"
     width_exponents: ClassVar = {"w": 1.0}
+    has_edges = True
 
     def __init__(
         self,
@@ -123,6 +124,8 @@ class DeepCrossAttention(Connection):
             assert state.mlp_input is not None
             return (state.mlp_input,), None
         ahead: tuple[Partial, ...] = ()
+        if self.edit is not None and weights is None:
+            weights = self.edited_weights(state)
         if weights is not None:
             inputs = tuple(gated_sum(beta_nbtd, state.blocks) for beta_nbtd in weights)
         elif self.read_ahead is not None:
@@ -144,6 +147,21 @@ class DeepCrossAttention(Connection):
             b, score = b_nd[:, None, None], self.scores(state, i)[..., None]
             betas.append((b + score).relu() if self.gate == "relu_of_sum" else b + score.relu())
         return betas
+
+    def edited_weights(self, state: State) -> list[Tensor]:
+        """Return beta_nbtd of each input that `edit` makes of the weights; the last axis may have one entry.
+
+        A source is numbered by its block, 0 is the embedding; the sum of older blocks has the number of the oldest.
+        """
+        betas = self.weights(state)
+        if betas is None:
+            x_btd = state.blocks[0]
+            betas = [b[:, None, None].expand(-1, *x_btd.shape[:2], -1) for b in self.b.view(*self.b.shape[:2], -1)]
+        blocks, kept = self.spec.layer + 1, len(state.blocks)
+        oldest = range(1 + self.own_embedding)
+        sources = range(kept) if kept == blocks else [*oldest, *range(blocks - kept + len(oldest), blocks)]
+        axes = ("panel", "source", "batch", "token", "hidden")
+        return list(self.edited(torch.stack(betas), axes, sources).unbind())
 
     def scores(self, state: State, i: int) -> Tensor:
         """Return w_j . G_j of v3 for all sources of the i-th input, [n, b, t]."""

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from depthlm.model.connection import Connection, Cost, Inputs
+from depthlm.model.edges import per_token
 from depthlm.model.figures import Figure
 from depthlm.model.read_ahead import Partial, ReadAhead
 from depthlm.model.settings import at_least, check
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.denseformer.naive import weighted_reads
+from depthlm.ops.depth_reduce import weighted_sum
 
 
 class State(NamedTuple):
@@ -43,6 +45,7 @@ class DenseFormer(Connection):
 
     colour = "#E69F00"
     accumulates = "sum"
+    has_edges = True
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, period: int = 1, dilation: int = 1):
         super().__init__(spec, size, backbone)
@@ -82,6 +85,9 @@ class DenseFormer(Connection):
 
     def average(self, sources: Sequence[Tensor], ahead: tuple[Partial, ...]) -> tuple[Tensor, tuple[Partial, ...]]:
         """Return Y_i, and the sums that are made ahead for the later averages of the phase."""
+        if self.edit is not None:
+            a_nbt = self.edited(per_token(self.a, sources[0]), ("source", "batch", "token"), self.sources or ())
+            return weighted_sum(a_nbt, sources), ()
         if self.read_ahead is not None:
             return self.read_ahead.read(sources, ahead)
         return weighted_reads(self.a[None], sources).squeeze(0), ()

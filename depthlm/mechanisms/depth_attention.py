@@ -39,6 +39,7 @@ class DepthAttention(SelfAttention):
     """
 
     colour = "#0072B2"
+    has_edges = True
 
     def __init__(
         self,
@@ -80,8 +81,11 @@ class DepthAttention(SelfAttention):
     def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
         q, k, v = projected
         # the depth list has one entry per unrolled layer, in order; it is empty where no layer reads it
-        sources = [depth[position] for position in self.source_positions(len(depth))]
-        if sources:
+        positions = self.source_positions(len(depth))
+        sources = [depth[position] for position in positions]
+        if sources and self.edit is not None:
+            q, k, v = self.mix_edited(projected, sources, [*positions, len(depth)], past)
+        elif sources:
             keys, values = ([*earlier, this] for earlier, this in zip(zip(*sources, strict=True), (k, v), strict=True))
             if "value" in self.objects:
                 v = self.mix(q, keys, values)
@@ -95,6 +99,22 @@ class DepthAttention(SelfAttention):
         if self.mixing == "uniform":
             return weighted_sum(self.weights(q_bhte, keys), entries)
         return depth_value_mix(q_bhte, keys, entries)
+
+    def mix_edited(
+        self,
+        projected: tuple[Tensor, ...],
+        sources: list[tuple[Tensor, ...]],
+        numbers: list[int],
+        past: AttentionContext,
+    ) -> tuple[Tensor, ...]:
+        """Return q, k and v, mixed with the weights that `edit` makes. numbers: of the sources and of this layer."""
+        q, k, v = projected
+        keys, values = ([*earlier, this] for earlier, this in zip(zip(*sources, strict=True), (k, v), strict=True))
+        alpha = self.weights(q, keys)
+        alpha_nbkt = alpha.view(-1, 1, 1, 1).expand(-1, *k.shape[:3]) if alpha.ndim == 1 else alpha
+        alpha_nbkt = self.edited(alpha_nbkt, ("source", "batch", "head", "token"), past, numbers, True)
+        k_mixed, v_mixed = (weighted_sum(alpha_nbkt, entries) for entries in (keys, values))
+        return q, k_mixed if "key" in self.objects else k, v_mixed if "value" in self.objects else v
 
     def weights(self, q_bhte: Tensor, keys: list[Tensor]) -> Tensor:
         """Return alpha of the sources and of this layer: [n, b, k, t], or [n] for uniform weights."""

@@ -42,6 +42,7 @@ class DepthQKV(Connection):
     """
 
     accumulates = 1
+    has_edges = True
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)
@@ -79,7 +80,11 @@ class DepthQKV(Connection):
 
     def alphas(self, q: Tensor, keys: Sequence[Tensor]) -> list[Tensor]:
         q_btkge = q.unflatten(-1, (self.size.num_kv_heads, -1, self.head_size)) * self.head_size**-0.5
-        return [source_scores(q_btke, keys, eps=None).softmax(0) for q_btke in q_btkge.unbind(3)]
+        alphas = [source_scores(q_btke, keys, eps=None).softmax(0) for q_btke in q_btkge.unbind(3)]
+        if self.edit is None:
+            return alphas
+        axes = ("head", "source", "batch", "token", "kv_head")
+        return list(self.edited(torch.stack(alphas), axes, normalized=True).unbind())
 
     def write(self, state: State, output_btd: Tensor, carry: State) -> State:
         return State(output_btd, carry.keys, carry.values)

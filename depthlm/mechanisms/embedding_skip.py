@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from depthlm.model.connection import Connection, Cost, Inputs
+from depthlm.model.edges import per_token
 from depthlm.model.figures import Figure
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 
@@ -27,6 +28,7 @@ class EmbeddingSkip(Connection):
     colour = "#A6761D"
     accumulates = "sum"
     depth_exponents: ClassVar = {"weight": 1.0}
+    has_edges = True
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)
@@ -45,9 +47,13 @@ class EmbeddingSkip(Connection):
     def read(self, state: State, weights: None = None) -> tuple[Inputs, Tensor]:
         h = state.h
         if self.spec.kind == "attention":
-            a, b = self.weight
+            a, b = self.weight if self.edit is None else self.edited_weights(h)
             h = (a * h + b * state.embedding).to(h.dtype)
         return (h,), h
+
+    def edited_weights(self, h: Tensor) -> Tensor:
+        """Return a and b of each token, as x_bt1, that `edit` makes of the weights. Source 0 is the embedding."""
+        return self.edited(per_token(self.weight, h), ("source", "batch", "token"), sources=(1, 0))[..., None]
 
     def write(self, state: State, output_btd: Tensor, carry: Tensor) -> State:
         return State(carry + output_btd, state.embedding)

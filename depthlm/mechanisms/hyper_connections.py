@@ -99,6 +99,8 @@ class HyperConnections(Connection):
         return State(copies(embedding_btd, self.num_streams))
 
     def read(self, state: State, weights: Maps | None = None) -> tuple[Inputs, Carry]:
+        if weights is None and self.edit is not None:
+            weights = self.weights(state)
         if weights is not None:
             return read_with(weights, state)
         input_btd, streams_btnd, post_btn, res_btij = hyper_post_pre(
@@ -107,7 +109,9 @@ class HyperConnections(Connection):
         return (input_btd,), Carry(streams_btnd, post_btn, res_btij)
 
     def weights(self, state: State) -> Maps | None:
-        return None if self.spec.kind == "final" else hyper_maps(state.written(), *self.parts(), self.eps)
+        if self.spec.kind == "final":
+            return None
+        return edited_maps(self, hyper_maps(state.written(), *self.parts(), self.eps))
 
     def parts(self) -> tuple[Static, Dynamic | None]:
         """Return the parameters of the static maps and of the dynamic ones."""
@@ -159,6 +163,13 @@ def read_with(maps: Maps, state: State) -> tuple[Inputs, Carry]:
     """Return the input H_pre X of given maps, and the carry."""
     streams = state.written()
     return (read_streams(maps.pre_btn, streams),), Carry(streams, maps.post_btn, maps.res_btij)
+
+
+def edited_maps(connection: Connection, maps: Maps) -> Maps:
+    """Return the maps with the H_res that the edit of the connection makes of theirs."""
+    if connection.edit is None or maps.res_btij is None:
+        return maps
+    return maps._replace(res_btij=connection.edited(maps.res_btij, ("batch", "token", "stream", "stream")))
 
 
 def copies(embedding_btd: Tensor, num_streams: int) -> Tensor:

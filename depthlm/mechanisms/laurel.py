@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthlm.model.connection import Connection, Cost, Inputs
+from depthlm.model.edges import per_token
 from depthlm.model.figures import Figure
 from depthlm.model.settings import at_least, check, one_of
 from depthlm.model.shape import Backbone, Size, SublayerSpec
@@ -39,6 +40,7 @@ class Laurel(Connection):
     colour = "#999933"
     accumulates = "sum"
     width_exponents: ClassVar = {"down": 1.0}
+    has_edges = True
 
     def __init__(
         self, spec: SublayerSpec, size: Size, backbone: Backbone, variant: str = "pa", rank: int = 8, last_k: int = 3
@@ -80,9 +82,16 @@ class Laurel(Connection):
         if self.variant == "rw":
             return State((self.alpha * output_btd + self.beta * x,))
         # B A is linear, so it is applied once to the weighted sum
-        z = x if self.variant == "lr" else weighted_sum(self.gamma, state.inputs)
+        z = x if self.variant == "lr" else weighted_sum(self.edited_gamma(x), state.inputs)
         y = x + output_btd + F.linear(F.linear(z, self.down), self.up)
         return State((y, *state.inputs)[: self.last_k] if self.variant == "pa" else (y,))
+
+    def edited_gamma(self, x: Tensor) -> Tensor:
+        """Return gamma, or what `edit` makes of it for each token. Sources are numbered by their sublayers."""
+        if self.edit is None:
+            return self.gamma
+        sources = [self.spec.sublayer - j for j in range(len(self.gamma))]
+        return self.edited(per_token(self.gamma, x), ("source", "batch", "token"), sources)
 
     def figures(self, state: State) -> list[Figure]:
         about = "the learned weights of each sublayer"

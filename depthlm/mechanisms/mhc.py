@@ -30,6 +30,7 @@ from depthlm.mechanisms.hyper_connections import (
     Collapse,
     State,
     copies,
+    edited_maps,
     final_diagnostics,
     map_figures,
     read_with,
@@ -145,7 +146,7 @@ class ManifoldHyperConnections(Connection):
     def read(self, state: State, weights: Maps | Tensor | None = None) -> tuple[Inputs, Carry | None]:
         if self.spec.kind == "final":
             return (self.collapse(state.written(), weights),), None
-        if self.lagged and weights is None:
+        if (self.lagged or self.edit is not None) and weights is None:
             weights = self.maps(state)
         if isinstance(weights, Maps):
             return read_with(weights, state)
@@ -169,7 +170,7 @@ class ManifoldHyperConnections(Connection):
     def maps(self, state: State) -> Maps:
         """Return the maps of a sublayer."""
         streams = state.streams if self.lagged else state.written()
-        return mhc_maps(streams, self.map_parameters(), self.eps, self.iterations, self.form)
+        return edited_maps(self, mhc_maps(streams, self.map_parameters(), self.eps, self.iterations, self.form))
 
     def map_parameters(self) -> Parameters:
         """Return the parameters of the maps, as the operator takes them."""

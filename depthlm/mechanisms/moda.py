@@ -9,6 +9,9 @@ like all matrices, so the decoder does not initially equal vanilla.
 Shapes: b batch, t new tokens, h query heads, k key/value heads, e head size.
 """
 
+from functools import partial
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,7 +24,7 @@ from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.functions import linear_together
 from depthlm.ops.moda.bank import Bank, Depth
 from depthlm.ops.moda.merge import merged_attention
-from depthlm.ops.moda.naive import probabilities
+from depthlm.ops.moda.naive import attend_with_scores, probabilities
 
 
 class Moda(SelfAttention):
@@ -45,6 +48,7 @@ class Moda(SelfAttention):
     """
 
     colour = "#56B4E9"
+    has_edges = True
     # the operators over depth share the softmax, and they have none
     has_dropout = False
 
@@ -106,12 +110,25 @@ class Moda(SelfAttention):
                 v = self.narrowed(v)
         if depth:
             assert isinstance(depth, Depth)
-            bounds = past.bounds(q)
+            bounds = past.bounds(q) if self.edit is None else None
             mask = None if bounds else past.mask_b1ts
             k, v = past.extend(k, v)
-            context = merged_attention(q, k, self.widened(v), depth, mask, bounds)
+            if self.edit is None:
+                context = merged_attention(q, k, self.widened(v), depth, mask, bounds)
+            else:
+                edit = partial(self.edited_probabilities, entries=range(depth.start, depth.end), past=past)
+                context = attend_with_scores(q, k, self.widened(v), depth, mask, edit)
             return self.narrowed(context).transpose(1, 2).flatten(2), kept
         return causal_attention(q, k, v, past), kept
+
+    def edited_probabilities(self, p_bhtx: Tensor, entries: range, past: AttentionContext) -> Tensor:
+        """Return the probabilities that `edit` makes of these. All of the sequence is one part of their sum."""
+        p_bhts, depth_bhtn = p_bhtx[..., : -len(entries)], p_bhtx[..., -len(entries) :]
+        total_bht1 = p_bhts.sum(-1, keepdim=True)
+        axes, sources = ("batch", "head", "token", "source"), (-1, *entries)
+        edited = self.edited(torch.cat([total_bht1, depth_bhtn], -1), axes, past, sources, True)
+        factor_bht1 = torch.where(total_bht1 > 0, edited[..., :1] / total_bht1, 0)
+        return torch.cat([p_bhts * factor_bht1, edited[..., 1:]], -1)
 
     def project_mlp(self, mlp_input_btd: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
         if not self.ffn_kv:

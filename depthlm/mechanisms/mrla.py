@@ -38,6 +38,7 @@ class MRLA(Connection):
     """
 
     accumulates = "sum"
+    has_edges = True
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)
@@ -75,7 +76,8 @@ class MRLA(Connection):
         return (*state.keys, self.k_proj(newest).sigmoid()), (*state.values, self.c * newest)
 
     def alpha(self, state: State, keys: Sequence[Tensor]) -> Tensor:
-        return source_scores(self.q_proj(state.newest).sigmoid() / self.size.head_size, keys, eps=None)
+        alpha_nbt = source_scores(self.q_proj(state.newest).sigmoid() / self.size.head_size, keys, eps=None)
+        return self.edited(alpha_nbt, ("source", "batch", "token"), range(1, len(keys) + 1))
 
     def write(self, state: State, output_btd: Tensor, carry: State) -> State:
         # only the first sublayer reads the embedding

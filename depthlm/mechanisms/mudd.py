@@ -42,6 +42,7 @@ class Mudd(Connection):
 
     colour = "#E7298A"
     accumulates = "the matrices that give its weights grow with the depth"
+    has_edges = True
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)
@@ -78,7 +79,7 @@ class Mudd(Connection):
             return None
         newest = rms_norm(state.blocks[-1], None, self.eps)
         dynamic = upcast(self.w_2(F.gelu(self.w_1(newest)))).unflatten(-1, self.a.shape)
-        return (dynamic + self.a).permute(2, 3, 0, 1)
+        return self.edited((dynamic + self.a).permute(2, 3, 0, 1), ("panel", "source", "batch", "token"))
 
     def write(self, state: State, output_btd: Tensor, carry: Tensor) -> State:
         h = carry + output_btd

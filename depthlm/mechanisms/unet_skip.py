@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from depthlm.model.connection import Connection, Cost, Inputs
+from depthlm.model.edges import per_token
 from depthlm.model.figures import Figure
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 
@@ -30,6 +31,7 @@ class UnetSkip(Connection):
 
     colour = "#66A61E"
     accumulates = "its skips add whole hidden states, and their number grows with the depth"
+    has_edges = True
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)
@@ -51,7 +53,11 @@ class UnetSkip(Connection):
         if not self.adds:
             return (state.h,), state
         *outputs, newest = state.outputs
-        h = (state.h + self.c * newest).to(state.h.dtype)
+        c: Tensor = self.c
+        if self.edit is not None:
+            axes, source = ("source", "batch", "token"), self.spec.num_layers - self.spec.layer
+            c = self.edited(per_token(self.c, newest), axes, [source])[0, ..., None]
+        h = (state.h + c * newest).to(state.h.dtype)
         return (h,), State(h, tuple(outputs))
 
     def write(self, state: State, output_btd: Tensor, carry: State) -> State:

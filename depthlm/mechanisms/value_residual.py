@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from depthlm.model.attention.context import AttentionContext
 from depthlm.model.attention.self_attention import DepthKV, SelfAttention, causal_attention
+from depthlm.model.edges import per_token
 from depthlm.model.figures import Figure
 from depthlm.model.settings import check, one_of
 from depthlm.model.shape import Backbone, Size, SublayerSpec
@@ -28,6 +29,7 @@ class ValueResidual(SelfAttention):
     """
 
     colour = "#1B9E77"
+    has_edges = True
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, weights: str = "learned"):
         super().__init__(spec, size, backbone)
@@ -44,10 +46,18 @@ class ValueResidual(SelfAttention):
         q, k, v = projected
         if depth:
             a, b = getattr(self, "value_weights", (START, START))
+            if self.edit is not None:
+                a, b = self.edited_weights(v, past)
             v = (a * v + b * depth[0][0]).to(v.dtype)
         else:
             depth = [(v,)]
         return causal_attention(q, k, v, past), depth
+
+    def edited_weights(self, v_bkte: Tensor, past: AttentionContext) -> Tensor:
+        """Return a and b of each token, as x_b1t1, that `edit` makes of the weights."""
+        weights = getattr(self, "value_weights", v_bkte.new_full((2,), START))
+        ab_nbt = per_token(weights, v_bkte[:, 0])
+        return self.edited(ab_nbt, ("source", "batch", "token"), past, (past.slot, 0), False)[:, :, None, :, None]
 
     def figures(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> list[Figure]:
         if not hasattr(self, "value_weights"):

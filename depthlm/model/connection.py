@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from depthlm.model.edges import Edit, Reader, described
 from depthlm.model.figures import Figure
 from depthlm.model.read_ahead import ReadAhead
 from depthlm.model.shape import Backbone, Size, SublayerSpec
@@ -61,6 +62,8 @@ class Connection(nn.Module):
         is right. `parametrization=completep` divides each output by the growth of that number with the depth.
     is_compiled: whether torch.compile may compile `read` and `write` together with the sublayers beside them. They must
         then be short, without registered operators, and the same for all layers, on a state of constant length.
+    has_edges: whether it passes the weights of its sources to `edited` before it uses them.
+    edit: changes these weights (see `depthlm.model.edges`); None: they are used as they are, by faster operators.
     """
 
     num_inputs = 1
@@ -70,6 +73,8 @@ class Connection(nn.Module):
     output_gain = 1.0
     accumulates: str | int = "it does not say how many outputs a read adds up (Connection.accumulates)"
     is_compiled = False
+    has_edges = False
+    edit: Edit | None = None
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__()
@@ -105,6 +110,15 @@ class Connection(nn.Module):
         such as a norm of them, must be part of the weights. None: the read is linear in any case.
         """
         return None
+
+    def edited(
+        self, weights: Tensor, axes: tuple[str, ...], sources: Sequence[int] = (), normalized: bool = False
+    ) -> Tensor:
+        """Return the weights that a read uses. axes, sources, normalized: see `depthlm.model.edges.Edges`."""
+        if self.edit is None:
+            return weights
+        edges = described(weights, axes, sources, normalized)
+        return self.edit(Reader(self.spec.kind, self.spec.layer), weights, edges)
 
     def write(self, state: State, output_btd: Tensor, carry: Any) -> State:
         """Return the state after this sublayer. Every subclass must define it."""

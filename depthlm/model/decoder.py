@@ -3,7 +3,7 @@
 Shapes: b batch, t tokens, d hidden size, v vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from depthlm.model.attention import build_mixers
 from depthlm.model.attention.context import AttentionContext, Cache, KVCache, find_documents
 from depthlm.model.attention.self_attention import AttentionFactory, DepthKV, SelfAttention
-from depthlm.model.connection import Connection, ConnectionFactory
+from depthlm.model.connection import Connection, ConnectionFactory, State
+from depthlm.model.edges import Edit, Kept, problems_of_kept
 from depthlm.model.experts import Mixture, Routing
 from depthlm.model.layer import UNOBSERVED, Layer, Observer
 from depthlm.model.layers import Embedding, Head, Norm, rope_tables
@@ -48,6 +49,14 @@ class Loss(NamedTuple):
         return loss if self.penalty is None else loss + self.penalty
 
 
+class Prefix(NamedTuple):
+    """What a forward pass has computed before an unrolled layer, or with position L before the final read."""
+
+    position: int
+    state: State
+    depth: DepthKV
+
+
 class Decoder(nn.Module):
     """A decoder language model with a depth mechanism.
 
@@ -55,13 +64,14 @@ class Decoder(nn.Module):
 
     connection, attention: factories, called with (spec, size, backbone); attention for layers with keys and values.
     loops: the number of passes through the same layers. Each pass has its own connections.
+    kept_sources: of a pruned model, the sources that its reads keep (see `depthlm.model.edges.Kept`).
     activation_checkpointing: what the backward pass recomputes (see `recomputed`).
     kernels: the implementation of the operators over depth: auto, triton or torch (`depthlm.ops.backend`).
     end_of_text: the token that ends a document. With it, tokens attend only within their document and positions start
         at 0 in each document, so the logits equal those of the document alone. None: each sequence is one document.
     end_of_text_begins: whether that token belongs to the document after it, as its BOS token.
     factors: of each parameter, by its name, in another parametrization than the standard one
-        (`depthlm.model.parametrization`); else empty.
+        (`depthlm.optimizers.parametrization`); else empty.
     """
 
     def __init__(
@@ -71,6 +81,7 @@ class Decoder(nn.Module):
         connection: ConnectionFactory,
         attention: AttentionFactory,
         loops: int = 1,
+        kept_sources: Mapping[str, Sequence[Sequence[int]]] | None = None,
     ):
         super().__init__()
         self.size = size
@@ -104,6 +115,11 @@ class Decoder(nn.Module):
         self.layers = cast(Sequence[Layer], nn.ModuleList(layers))
         self.final_norm = Norm(size.hidden_size, backbone)
         self.head = Head(size, backbone)
+        self.kept_sources = dict(kept_sources or {})
+        if problems := problems_of_kept(self.kept_sources, depth):
+            raise ValueError("\n".join(problems))
+        if self.kept_sources:
+            self.edit_edges(Kept(self.kept_sources))
 
     def forward(
         self,
@@ -139,10 +155,11 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         observer: Observer = UNOBSERVED,
         ends_bt: Tensor | None = None,
+        after: Prefix | None = None,
     ) -> Tensor:
-        """Return hidden_btd before the final norm."""
+        """Return hidden_btd before the final norm. after: begin there, with what was computed for the same tokens."""
         with using(self.kernels):
-            return self._hidden(tokens_bt, cache, observer, ends_bt)[0]
+            return self._hidden(tokens_bt, cache, observer, ends_bt, after=after)[0]
 
     def _hidden(
         self,
@@ -151,6 +168,7 @@ class Decoder(nn.Module):
         observer: Observer,
         ends_bt: Tensor | None,
         seeds_b: Tensor | None = None,
+        after: Prefix | None = None,
     ) -> tuple[Tensor, list[Routing]]:
         start, length = cache.length if cache is not None else 0, tokens_bt.shape[1]
         cached_b1 = cache.document_b1 if cache is not None else None
@@ -170,11 +188,13 @@ class Decoder(nn.Module):
             rope = rope_tables(positions, self.size.head_size, self.backbone.rope_theta)
 
         how = Dropout(self.backbone.dropout, seeds_b) if self.backbone.dropout and seeds_b is not None else None
-        embedding_btd = dropout(self.embedding(tokens_bt, positions), how, 0)
-        observer.open(embedding_btd)
-        state = self.connections[0].open(embedding_btd)
-        depth, routings = self._open_depth(), []
-        for position in range(self.loops * self.size.num_layers):
+        if after is None:
+            embedding_btd = dropout(self.embedding(tokens_bt, positions), how, 0)
+            observer.open(embedding_btd)
+            after = Prefix(0, self.connections[0].open(embedding_btd), self._open_depth())
+        (first, state, depth), routings = after, []
+        for position in range(first, self.loops * self.size.num_layers):
+            observer.layer(position, state, depth)
             layer = recomputed(
                 self.layers[position % self.size.num_layers], position, self.activation_checkpointing, self.kernels
             )
@@ -184,6 +204,7 @@ class Decoder(nn.Module):
             routings += [routing] if routing is not None else []
         if cache is not None:
             cache.advance(length, document_b1)
+        observer.layer(self.loops * self.size.num_layers, state, depth)
         observer.read(self.connections[-1], state)
         return self.connections[-1].close(state), routings
 
@@ -217,6 +238,14 @@ class Decoder(nn.Module):
         """Make every connection read with its own parameters only, as required where parameters are sharded."""
         for connection in self.connections:
             connection.link([connection])
+
+    def edit_edges(self, edit: Edit | None) -> None:
+        """Let `edit` change the weights of all reads over depth. None: undo it."""
+        for connection in self.connections:
+            connection.edit = edit
+        for layer in self.layers:
+            if isinstance(layer.attention, SelfAttention):
+                layer.attention.edit = edit
 
     def logits(self, hidden_btd: Tensor) -> Tensor:
         """Return logits_btv."""

@@ -28,6 +28,9 @@ class Observer:
     def open(self, embedding_btd: Tensor) -> None:
         """Called before the first connection opens the state."""
 
+    def layer(self, position: int, state: State, depth: DepthKV) -> None:
+        """Called before each unrolled layer, and once after the last one, with what it gets from the one before."""
+
     def read(self, connection: Connection, state: State) -> None:
         """Called before a connection, including the final one, reads this state."""
 

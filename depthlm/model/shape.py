@@ -121,7 +121,7 @@ class Backbone:
 
 @dataclass(frozen=True)
 class Parametrization:
-    """How initial values, rates, decay and epsilon follow from width and depth (`depthlm.model.parametrization`)."""
+    """How initial values, rates, decay and epsilon follow from width and depth (see depthlm.optimizers)."""
 
     name: Literal["standard", "mup", "completep"] = key(
         "standard",

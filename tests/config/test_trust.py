@@ -22,11 +22,11 @@ from ..hugging_face.conftest import make_run
 __all__ = ["make_run"]
 
 MakeRun = Callable[..., Path]
-# texts that neither name a place nor are imported: names in reports, and arguments of classes of torch and depthlm
+# what neither names a place nor is imported: names in reports, numbers, and arguments of classes of torch and depthlm
 HARMLESS = {
     "name", "model.name", "backbone.name", "size.name", "data.name", "data.license", "optimizer.name", "budget.name",
     "data.subset", "data.revision", "data.split", "data.validation_split", "data.suffixes", "data.text_field",
-    "data.end_of_text", "optimizer.settings", "training.activation_checkpointing",
+    "data.end_of_text", "model.kept_sources", "optimizer.settings", "training.activation_checkpointing",
     "training.sample", "parametrization.base_size",
     # the user names the run directory, and a new one is beside it
     "output_dir",

@@ -121,7 +121,7 @@ def check_mechanism(config: Config) -> list[str]:
         ("model.connection", connection, connected),
         ("model.attention", attention, attending),
     ]
-    errors = []
+    errors = check_kept_sources(config.model, depth)
     with torch.device("meta"):
         for name, make, specs in parts:
             for spec in specs:
@@ -167,7 +167,7 @@ def _check_depth(config: Config) -> list[str]:
     """Return why the factor of the outputs of sublayers is not known, if it is not."""
     import torch
 
-    from depthlm.model.parametrization import summed_outputs
+    from depthlm.optimizers.parametrization import summed_outputs
 
     connection, _ = factories(config.model)
     with torch.device("meta"):
@@ -177,6 +177,16 @@ def _check_depth(config: Config) -> list[str]:
     except ValueError as error:
         return [f"parametrization=completep: {error}; allowed: parametrization=mup"]
     return []
+
+
+def check_kept_sources(model: Model, depth: int) -> list[str]:
+    """Return the mistakes in `model.kept_sources`. depth: the number of unrolled layers."""
+    from depthlm.model.edges import problems_of_kept
+
+    classes: list[Any] = [get_class(settings["_target_"]) for settings in (model.connection, model.attention)]
+    if model.kept_sources and not any(named.has_edges for named in classes):
+        return [f"model.kept_sources: model={model.name} has no sources of which its reads could keep some"]
+    return [f"model.{problem}" for problem in problems_of_kept(model.kept_sources, depth)]
 
 
 def check_shape(config: Config) -> list[str]:

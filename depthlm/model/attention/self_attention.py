@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthlm.model.attention.context import AttentionContext, causal_mask
+from depthlm.model.edges import Edit, Reader, described
 from depthlm.model.figures import Figure
 from depthlm.model.layers import Linear, Norm, Rope, apply_rope
 from depthlm.model.shape import Backbone, Size, SublayerSpec
@@ -45,11 +46,14 @@ class SelfAttention(nn.Module):
     projects_kv: whether it has keys and values of its own; if not, it gets only the input of q.
     has_dropout: whether `attend` applies the dropout of its context to the attention weights, as `attend_to` does.
     colour: as in `Connection`; "": this attention reads only its own layer.
+    has_edges, edit: as in `Connection`.
     """
 
     projects_kv = True
     has_dropout = True
     colour = ""
+    has_edges = False
+    edit: Edit | None = None
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__()
@@ -101,6 +105,14 @@ class SelfAttention(nn.Module):
         """Return context_bt(he) and the depth list for later layers."""
         q, k, v = projected
         return causal_attention(q, k, v, past), depth
+
+    def edited(
+        self, weights: Tensor, axes: tuple[str, ...], past: AttentionContext, sources: Sequence[int], normalized: bool
+    ) -> Tensor:
+        """Return the weights of keys and values of several layers that `attend` uses, as `Connection.edited` does."""
+        if self.edit is None:
+            return weights
+        return self.edit(Reader("layer", past.slot), weights, described(weights, axes, sources, normalized))
 
     def output(self, context: Tensor) -> Tensor:
         """Project context_bt(he) to output_btd."""

@@ -9,7 +9,7 @@ Shapes: b batch, t new tokens, s cached and new tokens, h query heads, k key/val
 x the s tokens and then the n entries.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,15 +20,22 @@ Pair = tuple[Tensor, Tensor]
 
 
 def attend_with_scores(
-    q_bhte: Tensor, k_bkse: Tensor, v_bkse: Tensor, depth: Sequence[Pair], mask_b1ts: Tensor | None = None
+    q_bhte: Tensor,
+    k_bkse: Tensor,
+    v_bkse: Tensor,
+    depth: Sequence[Pair],
+    mask_b1ts: Tensor | None = None,
+    edit: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return context_bhte of the last t of s tokens.
 
     Each token attends to itself and to all tokens before it, and to the depth entries at its own position.
-    depth: n pairs (k_bkte, v_bkte). mask_b1ts: replaces the causal mask.
+    depth: n pairs (k_bkte, v_bkte). mask_b1ts: replaces the causal mask. edit: returns the
+    probabilities to use in place of p_bhtx.
     """
     s, groups = k_bkse.shape[2], q_bhte.shape[1] // k_bkse.shape[1]
     p = probabilities(q_bhte, k_bkse, [key for key, _ in depth], mask_b1ts)
+    p = p if edit is None else edit(p)
     context = p[..., :s] @ _repeated(v_bkse, groups)
     for j, (_, value) in enumerate(depth):
         context = torch.addcmul(context, p[..., s + j, None], _repeated(value, groups))

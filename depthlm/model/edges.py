@@ -1,0 +1,126 @@
+"""Edges over depth: the weight with which a read takes each of its sources, and changes of these weights.
+
+Before it uses them, a mechanism passes the weights of a read to `edited` of its connection or attention. There an edit
+may change them: an intervention of `inspect`, or the mask of a pruned model. The other reads are not affected.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Reader(NamedTuple):
+    """Who reads. kind: attention, mlp or final, for the read of a connection; layer: for an attention that reads keys
+    and values of earlier layers. layer: unrolled.
+    """
+
+    kind: str
+    layer: int
+
+    @property
+    def name(self) -> str:
+        """The name in files."""
+        return self.kind if self.kind == "final" else f"{self.kind}_{self.layer}"
+
+
+class Edges(NamedTuple):
+    """What the weights of a read are.
+
+    axes: the name of each axis, as in `Figure`: always "batch" and "token", and "source", or twice "stream" for the map
+        from old to new streams; perhaps "panel" for the inputs of q, k and v, and "head" or "hidden".
+    sources: the number of each source, which is the same for all readers; -1: no edge, but a part of the sum.
+    normalized: whether the weights of a read sum to 1.
+    """
+
+    axes: tuple[str, ...]
+    sources: tuple[int, ...]
+    normalized: bool
+
+    @property
+    def maps_streams(self) -> bool:
+        """Whether the weights map streams to streams."""
+        return "stream" in self.axes
+
+
+# returns the weights that a read uses
+Edit = Callable[[Reader, Tensor, Edges], Tensor]
+
+
+def described(weights: Tensor, axes: tuple[str, ...], sources: Sequence[int] = (), normalized: bool = False) -> Edges:
+    """Return what weights are. sources: (): 0, 1, ..."""
+    if not sources:
+        sources = range(weights.shape[axes.index("source")] if "source" in axes else 1)
+    return Edges(axes, tuple(sources), normalized)
+
+
+def per_token(weights: Tensor, x_bt: Tensor) -> Tensor:
+    """Return weights[n] of all tokens as [n, b, t, ...], one for each position of x_bt..."""
+    shape = x_bt.shape[:2]
+    return weights.view(-1, *[1] * len(shape)).expand(-1, *shape)
+
+
+def changed(weights: Tensor, edges: Edges, kept: Tensor, other: Tensor | None = None) -> Tensor:
+    """Return the weights where `kept` is true, and `other` elsewhere.
+
+    kept: broadcasts to the weights. other: likewise; None: 0, with the remaining weights renormalized to their earlier
+        sum where that is 1 by definition. If nothing remains, the read is 0. A map of streams is the identity.
+    """
+    if other is not None:
+        return torch.where(kept, weights, other)
+    if edges.maps_streams:
+        return torch.where(kept, weights, torch.eye(weights.shape[-1], dtype=weights.dtype, device=weights.device))
+    remaining = torch.where(kept, weights, 0)
+    return renormalized(remaining, weights, edges) if edges.normalized else remaining
+
+
+def renormalized(remaining: Tensor, weights: Tensor, edges: Edges) -> Tensor:
+    """Return weights with the sum over the sources that they had before a part was removed."""
+    axis = edges.axes.index("source")
+    before, after = weights.sum(axis, keepdim=True), remaining.sum(axis, keepdim=True)
+    return remaining * torch.where(after > 0, before / after, 0)
+
+
+def aligned(x: Tensor, names: Sequence[str], axes: Sequence[str]) -> Tensor:
+    """Return x, whose axes have these names, as it broadcasts to `axes`. An axis that these lack has one entry."""
+    lacking = tuple(number for number, name in enumerate(names) if name not in axes)
+    names = [name for name in names if name in axes]
+    x = x.squeeze(lacking).permute([names.index(axis) for axis in dict.fromkeys(axes) if axis in names])
+    return x[tuple(slice(None) if axis in names else None for axis in axes)]
+
+
+class Kept:
+    """The edit of a pruned model: each read keeps some of its sources.
+
+    sources: the numbers of the sources by the name of the reader, for each of its inputs. A reader that is not in it
+        keeps all.
+    """
+
+    def __init__(self, sources: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        self.sources = sources
+
+    def __call__(self, reader: Reader, weights: Tensor, edges: Edges) -> Tensor:
+        """Return the weights without those of the other sources."""
+        panels = self.sources.get(reader.name)
+        if panels is None:
+            return weights
+        rows = [[self.keeps(reader, panel, source) for source in edges.sources] for panel in range(len(panels))]
+        mask_ps = torch.tensor(rows, device=weights.device)
+        return changed(weights, edges, aligned(mask_ps, ("panel", "source"), edges.axes))
+
+    def keeps(self, reader: Reader, panel: int, source: int) -> bool:
+        """Return whether an input of a reader keeps a source."""
+        panels = self.sources.get(reader.name)
+        return panels is None or source < 0 or source in panels[panel]
+
+
+def problems_of_kept(kept: Mapping[str, Sequence[Sequence[int]]], depth: int) -> list[str]:
+    """Return the mistakes in the sources that a decoder of `depth` unrolled layers keeps."""
+    kinds = ("attention", "mlp", "layer")
+    readers = {Reader(kind, layer).name for kind in kinds for layer in range(depth)} | {"final"}
+    return [
+        f"kept_sources.{name}: no such read; allowed: final, and attention_, mlp_ or layer_ and a number below {depth}"
+        for name in kept
+        if name not in readers
+    ]
