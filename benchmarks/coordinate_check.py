@@ -90,12 +90,18 @@ def measure(models: list[str], steps: int) -> Results:
     batches, results = corpus(steps), {}
     for name in models:
         config = depthlm.compose([*BASE, f"model={name}"])
+        # at the base size, all parametrizations are the same
+        at_base = changes(config, batches)
         results[name] = {axis: {} for axis in AXES}
         for axis, factors in AXES.items():
             for parametrization in PARAMETRIZATIONS:
                 scaling = Parametrization(parametrization, None if parametrization == "standard" else config.size)
                 results[name][axis][parametrization] = [
-                    changes(replace(config, size=scaled(config.size, axis, factor), parametrization=scaling), batches)
+                    at_base
+                    if factor == 1
+                    else changes(
+                        replace(config, size=scaled(config.size, axis, factor), parametrization=scaling), batches
+                    )
                     for factor in factors
                 ]
     return {"base": BASE, "steps": steps, "factors": AXES, "changes": results}

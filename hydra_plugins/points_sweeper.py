@@ -47,8 +47,9 @@ class PointsSweeper(Sweeper):
         while new := [point for point in points if point not in launched and not diverged(point)]:
             done += self.launcher.launch([point.overrides for point in new], initial_job_idx=len(launched))
             launched += new
-            # with a choice, the results call for further points
-            points = sweep_points(arguments, self.config_dir, earlier=points)
+            if any(point.best_over for point in points):
+                # the results call for further points
+                points = sweep_points(arguments, self.config_dir, earlier=points)
         failed = [
             point.directory
             for point, job in zip(launched, done, strict=True)

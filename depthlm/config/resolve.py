@@ -187,7 +187,7 @@ def with_base_size(config: Config, given: Set[str], config_dir: str | Path | Non
     base = replace(config, size=composed.size)
     base_size = replaced(base, _widths(base)).size
     values: dict[str, Any] = {f"size.{key}": value_of(base_size, key) for key in ("init_std", "embedding_init_std")}
-    if config.optimizer.lr == config.size.lr:
+    if config.optimizer.lr == config.size.lr and "size.lr" not in given:
         values["optimizer.lr"] = base_size.lr
     free = {key: value for key, value in values.items() if key not in given}
     return replaced(config, free | {"parametrization.base_size": base_size})

@@ -178,6 +178,9 @@ def prune_run(directory: Path, arguments: Inspect, run: Run) -> Path:
     folder = pruned_folder(directory, arguments.to, arguments.prune)
     unfinished = folder.with_name(f".{folder.name}.unfinished.json")
     with writable(folder):
+        # fail before the forward passes, which may take minutes
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder.parent).close()
         pruned: Pruned = prune(run.model, run.batches(), arguments.prune, unfinished, run.key())
         write_pruned(directory, folder, run.config, run.manifest, pruned.kept)
         pictures = [pruned.picture(run.model)]

@@ -112,7 +112,7 @@ class AttentionResiduals(Connection):
         self.window, self.heads = window, heads
         self.block_size = block_size or default_block_size(spec)
         # a mean over blocks, each of which is a sum of outputs
-        self.accumulates = "sum" if mixing != "softmax" else 1 if values == "normed" else self.block_size
+        self.accumulates = "sum" if mixing == "sigmoid" else 1 if values == "normed" else self.block_size
         self.mixing = mixing
         self.norm_eps = backbone.norm_eps
         self.normed = values == "normed"

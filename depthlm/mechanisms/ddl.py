@@ -53,7 +53,7 @@ class DDL(Connection):
     with a norm of its own that has no weight, where that code reads the normalized input of the sublayer.
     """
 
-    accumulates = "it normalizes each output, which a factor would not change"
+    why_undefined = "it normalizes each output, which a factor would not change"
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)

@@ -26,7 +26,7 @@ class DeepNorm(Connection):
         of the input of each sublayer as well (pre).
     """
 
-    accumulates = "it normalizes each sum and has factors of the depth of its own"
+    why_undefined = "it normalizes each sum and has factors of the depth of its own"
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, form: str = "deepnorm"):
         super().__init__(spec, size, backbone)

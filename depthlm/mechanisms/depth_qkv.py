@@ -49,7 +49,7 @@ class DepthQKV(Connection):
         d = size.hidden_size
         if d % size.num_heads:
             raise ValueError(f"size.num_heads={size.num_heads}: must divide size.hidden_size={d} for heads over depth")
-        self.head_size = d // size.num_heads
+        self.head_size = self.key_size = d // size.num_heads
         num_sources = spec.sublayer + 1
         kv_width = size.num_kv_heads * self.head_size
         self.q_proj = Linear(d, d, bias=False)

@@ -28,7 +28,7 @@ class GatedResidual(Connection):
 
     colour = "#6A3D9A"
     is_compiled = True
-    accumulates = "its gates keep the variance of a read, which is neither a sum nor a mean of outputs"
+    why_undefined = "its gates keep the variance of a read, which is neither a sum nor a mean of outputs"
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, temperature: float = 0.3):
         super().__init__(spec, size, backbone)

@@ -24,7 +24,7 @@ class Highway(Connection):
     which a sublayer mostly passes its input.
     """
 
-    accumulates = "its gates forget old outputs, so a read is neither their sum nor their mean"
+    why_undefined = "its gates forget old outputs, so a read is neither their sum nor their mean"
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)

@@ -56,7 +56,7 @@ class HyperConnections(Connection):
 
     colour = "#882255"
     accumulates = "sum"
-    depth_exponents: ClassVar = {"static_res": 1.0}
+    depth_exponents: ClassVar = {"static_res": 1.0, "scale": 1.0}
     width_exponents: ClassVar = {"w": 1.0}
 
     def __init__(

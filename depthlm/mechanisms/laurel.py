@@ -40,6 +40,7 @@ class Laurel(Connection):
     colour = "#999933"
     accumulates = "sum"
     width_exponents: ClassVar = {"down": 1.0}
+    depth_exponents: ClassVar = {"up": 1.0, "beta": 1.0}
     has_edges = True
 
     def __init__(

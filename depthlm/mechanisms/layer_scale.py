@@ -20,11 +20,12 @@ class LayerScale(Connection):
     start: the initial lambda; None: that of the paper for the depth, 0.1 up to 18 layers, 1e-5 up to 24, else 1e-6.
     """
 
-    accumulates = "sum"
+    why_undefined = "its start follows the depth; give model.connection.start"
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, start: float | None = None):
         super().__init__(spec, size, backbone)
         check([] if start is None else number(0.0, start=start))
+        self.accumulates = None if start is None else "sum"
         depth = spec.num_layers
         self.start = start if start is not None else 0.1 if depth <= 18 else 1e-5 if depth <= 24 else 1e-6
         if spec.kind != "final":

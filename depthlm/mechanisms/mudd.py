@@ -41,7 +41,7 @@ class Mudd(Connection):
     """
 
     colour = "#E7298A"
-    accumulates = "the matrices that give its weights grow with the depth"
+    why_undefined = "the matrices that give its weights grow with the depth"
     has_edges = True
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):

@@ -34,7 +34,7 @@ class SiameseNorm(Connection):
     """Two residual streams, with and without norms. The norm of the input of f is that of a pre-norm backbone."""
 
     colour = "#44AA99"
-    accumulates = "it normalizes one of its streams and has factors of the depth of its own"
+    why_undefined = "it normalizes one of its streams and has factors of the depth of its own"
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)

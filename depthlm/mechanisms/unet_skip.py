@@ -30,7 +30,7 @@ class UnetSkip(Connection):
     """A residual connection with one skip for each layer of the upper half, whose weight c is initially 1."""
 
     colour = "#66A61E"
-    accumulates = "its skips add whole hidden states, and their number grows with the depth"
+    why_undefined = "its skips add whole hidden states, and their number grows with the depth"
     has_edges = True
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):

@@ -4,7 +4,7 @@ Shapes: b batch, t tokens, d hidden size, n sources.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -58,8 +58,8 @@ class Connection(nn.Module):
     read_ahead: reads several sublayers at once (see `depthlm.model.read_ahead`); None: each reads alone.
     colour: of the mechanism in all figures, as "#RRGGBB"; "": one that follows from its name.
     output_gain: the factor of the initial values, outputs and MLP matrices of the sublayer.
-    accumulates: how many outputs of sublayers a read adds up: "sum": all before it; a number; other text: why neither
-        is right. `parametrization=completep` divides each output by the growth of that number with the depth.
+    accumulates: how many outputs of sublayers a read adds up: "sum": all before it; a number; None: undefined, for the
+        reason `why_undefined`. `parametrization=completep` divides outputs by the growth of this number with the depth.
     is_compiled: whether torch.compile may compile `read` and `write` together with the sublayers beside them. They must
         then be short, without registered operators, and the same for all layers, on a state of constant length.
     has_edges: whether it passes the weights of its sources to `edited` before it uses them.
@@ -71,7 +71,8 @@ class Connection(nn.Module):
     read_ahead: ReadAhead | None = None
     colour = ""
     output_gain = 1.0
-    accumulates: str | int = "it does not say how many outputs a read adds up (Connection.accumulates)"
+    accumulates: Literal["sum"] | int | None = None
+    why_undefined = "it does not say how many outputs a read adds up (Connection.accumulates)"
     is_compiled = False
     has_edges = False
     edit: Edit | None = None

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from depthlm.errors import UserError
+
 
 class Reader(NamedTuple):
     """Who reads. kind: attention, mlp or final, for the read of a connection; layer: for an attention that reads keys
@@ -101,10 +103,17 @@ class Kept:
         self.sources = sources
 
     def __call__(self, reader: Reader, weights: Tensor, edges: Edges) -> Tensor:
-        """Return the weights without those of the other sources."""
+        """Return the weights without those of the other sources. Raises UserError if a source to keep does not exist."""
         panels = self.sources.get(reader.name)
         if panels is None:
             return weights
+        inputs = weights.shape[edges.axes.index("panel")] if "panel" in edges.axes else 1
+        sources = [source for source in edges.sources if source >= 0]
+        if len(panels) != inputs or any({*panel} - {*sources} for panel in panels):
+            raise UserError(
+                f"model.kept_sources.{reader.name}={panels}: must be a list of sources for each of its inputs, "
+                f"{inputs} in number; its sources are {', '.join(map(str, sources))}"
+            )
         rows = [[self.keeps(reader, panel, source) for source in edges.sources] for panel in range(len(panels))]
         mask_ps = torch.tensor(rows, device=weights.device)
         return changed(weights, edges, aligned(mask_ps, ("panel", "source"), edges.axes))

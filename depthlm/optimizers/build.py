@@ -100,20 +100,21 @@ def state_bytes(model: nn.Module, config: Optimizer) -> int:
 
 
 def _optimizer(groups: list[dict[str, Any]], config: Optimizer, run_steps: int = 1) -> torch.optim.Optimizer:
+    given = arguments(config, run_steps)
     for group in groups:
         group["lr"] = config.lr * group["lr_scale"]
         if group["eps_scale"] != 1.0:
-            group["eps"] = config.eps * group["eps_scale"]
+            group["eps"] = given["eps"] * group["eps_scale"]
     try:
-        return optimizer_class(config)(groups, **arguments(config, run_steps))
+        return optimizer_class(config)(groups, **given)
     except (ValueError, TypeError) as error:
         keys = {entry.name for entry in fields(config)}
         # a TypeError may come from a value of a type that the class does not handle
-        given = f"; its settings are {config.settings}" if isinstance(error, TypeError) else ""
+        shown = f"; its settings are {config.settings}" if isinstance(error, TypeError) else ""
         lines = [
             f"optimizer.{'' if match[1] in keys else 'settings.'}{line}"
             if (match := re.match(r"(\w+)=", line))
-            else f"optimizer: {config._target_}: {line}{given}"
+            else f"optimizer: {config._target_}: {line}{shown}"
             for line in str(error).splitlines()
         ]
         raise UserError("\n".join(lines)) from None

@@ -9,8 +9,8 @@ a matrix, and e the width of a head. The factors are relative to those of the ba
 Where a read does not add up all outputs, the number of those that it adds up takes the place of L in their factor
 (`summed_outputs`). A factor c of the result of a parameter w is part of w: it starts as c w, with rate c, and with
 decay and epsilon 1 / c. With an optimizer whose updates do not depend on the scale of gradients, such as AdamW, that is
-the same as a factor in the model, and costs nothing. So the factors equal those of the released code of CompleteP
-(github.com/EleutherAI/nanoGPT-mup).
+the same as a factor in the model, but for the clipping of gradients, and costs nothing. So the factors equal those of
+the released code of CompleteP (github.com/EleutherAI/nanoGPT-mup).
 
 A module declares those of its own and its children's parameters whose rate follows the width unlike that of a matrix,
 as m to a negative power: 1 for a vector over which a product sums, 2 for a matrix whose result another product sums.
@@ -24,44 +24,54 @@ hidden state beside the outputs, such as a learned factor of the residual stream
 """
 
 import re
-from collections.abc import Iterator
 from typing import Literal
 
 from torch import nn
 
-from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.connection import Connection
 from depthlm.model.decoder import Decoder
 from depthlm.model.parameters import Factors, kind_of, owned_parameters
 
-# the last norm of a sublayer, which its output includes
-OUTPUTS = {"post": "(attention|mlp)_norm", "both": "(attention|mlp)_post_norm"}
+# the last norm of a sublayer, which its output includes, by backbone.norm_placement
+LAST_NORMS = {"post": "(attention|mlp)_norm", "both": "(attention|mlp)_post_norm"}
+LAST_MATRICES = r"(attention\.o_proj|mlp(\..+)?\.down_proj)"
 
 
-def parametrize(model: Decoder, base: Decoder, name: Literal["mup", "completep"], first: Connection) -> None:
+def parametrize(model: Decoder, base: Decoder, name: Literal["mup", "completep"], base_connection: Connection) -> None:
     """Give a model the factors of its parameters, by name, as `model.factors`.
 
-    base: a model with the widths of the base size, but as many layers. first: the first connection of the base size.
+    base: a model with the widths of the base size, but as many layers. base_connection: the first one of the base size.
 
     Raises ValueError if CompleteP is not defined for the connections (see `Connection.accumulates`).
     """
-    complete = name == "completep"
-    width = model.size.hidden_size / base.size.hidden_size
-    depth = model.connections[0].spec.num_layers / first.spec.num_layers if complete else 1.0
-    summed = summed_outputs(first) / summed_outputs(model.connections[0]) if complete else 1.0
-    outputs = dict(_output_factors(model, base, width, summed))
-    eps = 1 / (width * depth) if complete else 1.0
-    exponents, of_depth = _declared(model, "width_exponents"), _declared(model, "depth_exponents")
-    model.factors = {}
+    is_completep = name == "completep"
+    width, depth, output_factor = model.size.hidden_size / base.size.hidden_size, 1.0, 1.0
+    if is_completep:
+        depth = model.connections[0].spec.num_layers / base_connection.spec.num_layers
+        output_factor = summed_outputs(base_connection) / summed_outputs(model.connections[0])
+    eps = 1 / (width * depth) if is_completep else 1.0
+    result_factors = _result_factors(model, base, width, output_factor)
+    width_exponents, depth_exponents = _declared(model, "width_exponents"), _declared(model, "depth_exponents")
     for owned, of_base in zip(owned_parameters(model), owned_parameters(base), strict=True):
         is_matrix = kind_of(owned) in ("matrix", "experts")
-        exponent = exponents.get(owned.name, 1.0 if is_matrix else 0.0)
+        exponent = width_exponents.get(owned.name, 1.0 if is_matrix else 0.0)
         m = owned.parameter.shape[-1] / of_base.parameter.shape[-1] if exponent else 1.0
-        factors = Factors(m**-0.5, 1 / m, m if complete else 1.0, eps).scaled(m ** (1 - exponent))
-        factors = factors._replace(lr=factors.lr * depth ** -of_depth.get(owned.name, 0.0))
+        factors = Factors(m**-0.5, 1 / m, m if is_completep else 1.0, eps).scaled(m ** (1 - exponent))
+        factors = factors._replace(lr=factors.lr * depth ** -depth_exponents.get(owned.name, 0.0))
         module = owned.name.rpartition(".")[0]
         # the stacked matrices of experts are parameters of one module
-        model.factors[owned.name] = factors.scaled(outputs.get(module, outputs.get(owned.name, 1.0)))
+        c = result_factors.get(module, result_factors.get(owned.name, 1.0))
+        model.factors[owned.name] = factors.scaled(c)
+
+
+def summed_outputs(connection: Connection) -> int:
+    """Return how many outputs of sublayers a read of a connection adds up. Raises ValueError if that is not defined."""
+    rule, name = connection.accumulates, type(connection).__name__
+    if rule is None:
+        raise ValueError(f"not defined for {name}: {connection.why_undefined}")
+    if rule != "sum" and not isinstance(rule, int):
+        raise ValueError(f'{name}.accumulates = {rule!r}: must be "sum", a number of outputs, or None')
+    return 2 * connection.spec.num_layers if rule == "sum" else rule
 
 
 def _declared(model: nn.Module, attribute: str) -> dict[str, float]:
@@ -73,30 +83,16 @@ def _declared(model: nn.Module, attribute: str) -> dict[str, float]:
     }
 
 
-def summed_outputs(connection: Connection) -> int:
-    """Return how many outputs of sublayers a read of a connection adds up. Raises ValueError if that is not defined."""
-    rule = connection.accumulates
-    if rule == "sum":
-        return 2 * connection.spec.num_layers
-    if isinstance(rule, str):
-        raise ValueError(f"not defined for {type(connection).__name__}: {rule}")
-    return rule
-
-
-def _output_factors(model: Decoder, base: Decoder, width: float, outputs: float) -> Iterator[tuple[str, float]]:
-    """Yield the modules, or parameters, that include a factor of their output, and the factor.
-
-    outputs: the factor of the outputs of sublayers.
-    """
-    yield "final_norm", 1 / width
-    for i, (layer, of_base) in enumerate(zip(model.layers, base.layers, strict=True)):
-        attention, before = layer.attention, of_base.attention
-        if isinstance(attention, SelfAttention) and isinstance(before, SelfAttention):
-            last = "q_norm" if hasattr(attention, "q_norm") else "q_proj"
-            yield f"layers.{i}.attention.{last}", (before.key_size / attention.key_size) ** 0.5
-    if outputs == 1.0:
-        return
-    names = OUTPUTS.get(model.backbone.norm_placement, r"(attention\.o_proj|mlp(\..+)?\.down_proj)")
-    for name in [*dict(model.named_modules()), *(owned.name for owned in owned_parameters(model))]:
-        if re.fullmatch(rf"layers\.\d+\.{names}", name):
-            yield name, outputs
+def _result_factors(model: Decoder, base: Decoder, width: float, output_factor: float) -> dict[str, float]:
+    """Return the factors of the results of modules and parameters, by their names: logits, scores and outputs."""
+    factors = {"final_norm": 1 / width}
+    for (path, module), of_base in zip(model.named_modules(), base.modules(), strict=True):
+        # an attention, over the sequence or over depth
+        if (key_size := getattr(module, "key_size", None)) is not None:
+            last = "q_norm" if hasattr(module, "q_norm") else "q_proj"
+            factors[f"{path}.{last}"] = (of_base.key_size / key_size) ** 0.5
+    last_of_sublayer = LAST_NORMS.get(model.backbone.norm_placement, LAST_MATRICES)
+    for name in [*dict(model.named_modules()), *dict(model.named_parameters())]:
+        if re.fullmatch(rf"layers\.\d+\.{last_of_sublayer}", name):
+            factors[name] = output_factor
+    return factors

@@ -58,7 +58,8 @@ def cost_parts(sweep: Sweep, folder: Path) -> list[str]:
     """
     path, sweep = folder / "equal_cost.png", with_costs(sweep)
     complete = [row for row in sweep.rows if measured(row, sweep.first[1]) is not None]
-    if len({row.points[0].mechanism for row in complete}) < 2 or sweep.first[1].metric in FACTS:
+    compares = sweep.experiment.figure == "scaling" or len({row.points[0].mechanism for row in complete}) > 1
+    if not complete or not compares or sweep.first[1].metric in FACTS:
         # the figure of an earlier report must not be shown in this one
         path.unlink(missing_ok=True)
         return []

@@ -27,7 +27,7 @@ from depthlm.runs.records import COMPLETE, RunRecord, read_run
 from depthlm.sweeps.point import Point
 
 # the most settings of best_over
-MOST = 2
+MAX_SETTINGS = 2
 
 Read = Callable[[str], RunRecord]
 # the values of the settings of best_over in a point, as `normal_value` spells them; None where the point has none
@@ -157,7 +157,9 @@ def _of_group(
     wider = grid
     while wider:
         for value, point in wider.items():
-            choosing[value] = [interned(_selecting(point, str(seed))) for seed in experiment.selection_seeds]
+            choosing[value] = [
+                interned(_selecting(point, str(seed))) for seed in dict.fromkeys(experiment.selection_seeds)
+            ]
         means = _means(choosing, experiment, read)
         best = min(_ordered(means), key=means.__getitem__) if means else None
         wider = {} if best is None else _wider(grid, means, best, added, experiment.widen)
@@ -277,7 +279,7 @@ def _mistakes(groups: Sequence[Sequence[Point]], settings: Sequence[str], experi
     given = f"experiment.best_over={override_text([*settings])}"
     points = [point for members in groups for point in members]
     errors = []
-    if len(settings) > MOST:
+    if len(settings) > MAX_SETTINGS:
         errors.append(f"{given}: must be one or two settings")
     for name in settings:
         varies = any(len({value_of(point)[settings.index(name)] for point in members}) > 1 for members in groups)

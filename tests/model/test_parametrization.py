@@ -27,8 +27,8 @@ from .conftest import PRESETS, configuration
 WIDE = ["size=nano_60k", "size.hidden_size=64", "size.intermediate_size=176", "size.head_size=16", "size.num_layers=12",
         "data.tokenizer=bytes", "precision=fp32", "parametrization.base_size=nano_60k"]  # fmt: skip
 WIDTH, DEPTH = 2.0, 3.0
-# without an equation for the factor of the outputs
-UNDEFINED = ["ddl", "deepnorm", "gated_residual", "highway", "mudd", "siamese_norm", "unet_skip"]
+# presets without a factor of the outputs
+UNDEFINED = ["gated_residual", "mudd", "unet_skip"]
 
 
 def composed(*overrides: str) -> Config:
@@ -136,26 +136,86 @@ def test_at_the_base_size_nothing_changes(preset: str) -> None:
     assert without_tensors[0] == without_tensors[1]
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "model/connection").glob("*.yaml")))
-def test_every_connection_says_what_depth_means(name: str) -> None:
-    of_base = configuration(f"model/connection={name}", "size.num_layers=4")
-    wide = replace(of_base.size, hidden_size=64, num_layers=12)
-    config = parametrized(replace(of_base, size=wide), "completep", of_base.size)
-    if name in UNDEFINED:
-        (error,) = check_parametrization(config)
-        assert error.startswith("parametrization=completep: not defined for ")
-        assert error.endswith("; allowed: parametrization=mup")
-        return
+# what each connection has: how the factor of the rate of each parameter follows the width (w) and depth (d), and how
+# that of its initial values follows the width; and the factor of the outputs
+NOTHING = (0.0, 0.0, 0.0)
+MATRIX = (-1.0, 0.0, -0.5)
+CONNECTIONS: dict[str, tuple[float, dict[str, tuple[float, float, float]]]] = {
+    "residual": (-1, {}),
+    "rezero": (-1, {"alpha": NOTHING}),
+    "embedding_skip": (-1, {"weight": (0.0, -1.0, 0.0)}),
+    "laurel": (-1, {"down": MATRIX, "up": (0.0, -1.0, 0.0), "gamma": NOTHING}),
+    "denseformer": (-1, {"a": NOTHING}),
+    "dca": (-1, {"b": NOTHING, "w": MATRIX}),
+    "attention_residuals": (-1, {"query": MATRIX, "key_norm": NOTHING}),
+    "attention_residuals_recency": (-1, {"query": MATRIX, "key_norm": NOTHING, "recency": NOTHING}),
+    "depth_dense": (-1, {"proj.weight": MATRIX}),
+    # heads twice as wide: scores are divided by the root of 2 once more
+    "depth_qkv": (0, {"q_proj.weight": (-1.5, 0.0, -1.0), "k_proj.weight": MATRIX, "v_proj.weight": MATRIX}),
+    "mrla": (-1, {"q_proj.weight": MATRIX, "k_proj.weight": MATRIX, "c": NOTHING}),
+    "hyper_connections": (-1, {
+        "static_pre": NOTHING, "static_post": NOTHING, "static_res": (0.0, -1.0, 0.0), "w": MATRIX,
+        "scale": (0.0, -1.0, 0.0),
+    }),
+    "mhc": (-1, {"norm": NOTHING, "phi": MATRIX, "alpha": NOTHING, "bias": NOTHING}),
+    "qwen4_exp": (-1, {"norm": NOTHING, "down.weight": MATRIX, "up.weight": NOTHING, "inject.weight": MATRIX}),
+}  # fmt: skip
+OTHERS = sorted({path.stem for path in (CONF / "model/connection").glob("*.yaml")} - CONNECTIONS.keys())
+
+
+def widened(*overrides: str) -> Config:
+    """The configuration of a model that is twice as wide and three times as deep as its base size, with more heads."""
+    of_base = configuration("size.num_layers=4", *overrides)
+    size = replace(of_base.size, hidden_size=64, intermediate_size=96, head_size=16, num_layers=12)
+    return parametrized(replace(of_base, size=size), "completep", of_base.size)
+
+
+@pytest.mark.parametrize("name", CONNECTIONS)
+def test_the_factors_of_a_connection_follow_width_and_depth(name: str) -> None:
+    depth_of_outputs, parameters = CONNECTIONS[name]
+    config = widened(f"model/connection={name}")
     assert check_parametrization(config) == []
     model = depthlm.build_model(config, "meta")
-    declared = {
-        f"{path}.{key}": exponent
-        for path, module in model.named_modules()
-        for key, exponent in getattr(module, "width_exponents", {}).items()
-        if f"{path}.{key}" in dict(model.named_parameters())
-    }
-    for parameter, exponent in declared.items():
-        assert model.factors[parameter].lr == pytest.approx(WIDTH**-exponent), parameter
+    own = {key.split(".", 2)[2]: factors for key, factors in model.factors.items() if key.startswith("connections.")}
+    assert own.keys() == parameters.keys()
+    for key, (of_width, of_depth, initial) in parameters.items():
+        assert own[key].lr == pytest.approx(WIDTH**of_width * DEPTH**of_depth), key
+        assert own[key].init == pytest.approx(WIDTH**initial), key
+    output = model.factors["layers.0.mlp.down_proj.weight"]
+    assert output.lr == pytest.approx(DEPTH**depth_of_outputs / WIDTH)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_completep_is_refused_where_depth_means_nothing(name: str) -> None:
+    config = widened(f"model/connection={name}")
+    (error,) = check_parametrization(config)
+    assert "not defined for" in error
+    assert error.endswith("parametrization=mup needs no depth")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["backbone=kimi_linear"], {"layers.0.attention.q_proj.weight": -1.0, "layers.1.mlp.router.weight": -1.0}),
+        (["backbone=qwen3_moe"], {"layers.0.mlp.experts.up_proj": -1.0, "layers.0.attention.q_norm.weight": -0.5}),
+        (["backbone.tie_embeddings=true"], {"embedding.weight": 0.0, "final_norm.weight": -1.0}),
+        (["model/connection=attention_residuals", "model.connection.scale=true"], {"connections.3.query": -0.5}),
+        (["model/connection=attention_residuals", "model.connection.query=input_dependent"],
+         {"connections.3.query_proj.weight": -2.0}),
+        (["model.loops=2"], {"layers.0.attention.v_proj.weight": -1.0}),
+    ],
+)  # fmt: skip
+def test_the_rates_of_other_parts_follow_the_width(overrides: list[str], expected: dict[str, float]) -> None:
+    model = depthlm.build_model(widened(*overrides), "meta")
+    for name, exponent in expected.items():
+        assert model.factors[name].lr == pytest.approx(WIDTH**exponent), name
+
+
+@pytest.mark.parametrize(("mixing", "exponent"), [("scalars", 0), ("softmax", 0), ("sigmoid", -1)])
+def test_only_a_sum_of_all_outputs_divides_them_by_the_depth(mixing: str, exponent: int) -> None:
+    settings = ["model/connection=attention_residuals", "model.connection.block_size=1"]
+    model = depthlm.build_model(widened(*settings, f"model.connection.mixing={mixing}"), "meta")
+    assert model.factors["layers.0.mlp.down_proj.weight"].lr == pytest.approx(DEPTH**exponent / WIDTH)
 
 
 def test_a_mean_over_blocks_is_scaled_by_the_outputs_of_a_block() -> None:
@@ -196,7 +256,7 @@ def test_the_rate_and_the_initial_values_are_those_of_the_base_size() -> None:
         (["parametrization=mup"], "give parametrization.base_size"),
         (["parametrization.base_size=micro"], "has no base_size"),
         (["parametrization=mup", "parametrization.base_size=micr"], "no such size; allowed: .* did you mean `micro`"),
-        (["parametrization=mup", "parametrization.base_size=micro", "optimizer=muon"], "updates whole matrices"),
+        (["parametrization=mup", "parametrization.base_size=micro", "optimizer=muon"], "those of AdamW, and not of"),
         (["parametrization=mup", "parametrization.base_size=micro", "backbone.init=xavier_uniform"], "xavier_uniform"),
         (["parametrization=mup", "parametrization.base_size={hidden_size:-1}"], "parametrization.base_size="),
     ],

@@ -16,7 +16,7 @@ from hydra.utils import get_class
 from depthlm.config.errors import listed, nearest
 from depthlm.config.schema import Config, Model
 from depthlm.locations import install_command
-from depthlm.model.shape import Backbone, Parametrization, Size, SublayerSpec
+from depthlm.model.shape import Backbone, Size, SublayerSpec
 
 if TYPE_CHECKING:
     from depthlm.model.attention.self_attention import AttentionFactory
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # arguments of an optimizer that its parameter groups set, from the keys beside its settings
 SET_BY_GROUPS = {"lr", "weight_decay"}
+# the classes whose updates are like those of AdamW, for which the factors of a parametrization are known
+LIKE_ADAMW = ("torch.optim.AdamW", "pytorch_optimizer.AdEMAMix", "pytorch_optimizer.ScheduleFreeAdamW")
 # packages of classes in conf/, and the extras that install them
 EXTRAS = {"pytorch_optimizer": "optimizers"}
 
@@ -145,37 +147,36 @@ def check_parametrization(config: Config) -> list[str]:
         return [] if base is None else [f"{shown}has no base_size; give parametrization=mup or completep"]
     if base is None:
         return [f"{shown}give parametrization.base_size=<a size>, whose best learning rate is known"]
-    from depthlm.optimizers.build import optimizer_class
-
     errors = []
     if config.backbone.init == "xavier_uniform":
         errors.append(f"{shown}backbone.init=xavier_uniform follows the width; give normal or truncated_normal")
-    if "ns_steps" in inspect.signature(optimizer_class(config.optimizer)).parameters or config.optimizer.needs_matrices:
+    if config.optimizer._target_ not in LIKE_ADAMW:
         errors.append(
-            f"{shown}its factors are those of AdamW, and optimizer={config.optimizer.name} updates whole matrices; "
-            "allowed: adamw, ademamix, schedule_free"
+            f"{shown}its factors are those of AdamW, and not of optimizer={config.optimizer.name}; allowed: adamw, "
+            "ademamix, schedule_free"
         )
     assert isinstance(base, Size)
-    at_base = replace(config, size=base, parametrization=Parametrization())
+    narrow = replace(base, num_layers=config.size.num_layers)
+    at_base = replace(config, size=narrow, model=replace(config.model, kept_sources={}))
     errors += [f"parametrization.base_size={base.name}: {line}" for line in check_mechanism(at_base)]
-    if name == "completep" and not errors:
-        errors += _check_depth(at_base)
-    return errors
+    return errors or _check_depth(config, base)
 
 
-def _check_depth(config: Config) -> list[str]:
+def _check_depth(config: Config, base: Size) -> list[str]:
     """Return why the factor of the outputs of sublayers is not known, if it is not."""
+    if config.parametrization.name != "completep":
+        return []
     import torch
 
     from depthlm.optimizers.parametrization import summed_outputs
 
     connection, _ = factories(config.model)
-    with torch.device("meta"):
-        first = connection(SublayerSpec(0, "attention", config.size.num_layers), config.size, config.backbone)
+    shown = f"parametrization=completep, parametrization.base_size={base.name}: "
     try:
-        summed_outputs(first)
+        with torch.device("meta"):
+            summed_outputs(connection(SublayerSpec(0, "attention", base.num_layers), base, config.backbone))
     except ValueError as error:
-        return [f"parametrization=completep: {error}; allowed: parametrization=mup"]
+        return [f"{shown}{line}; parametrization=mup needs no depth" for line in str(error).splitlines()]
     return []
 
 
