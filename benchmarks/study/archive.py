@@ -24,7 +24,7 @@ from depthlm.config import Config, compose_anywhere
 from depthlm.config.keys import flatten, on_resume
 from depthlm.config.saved import load_config
 from depthlm.files import replace_text
-from depthlm.report.rows import Measured, Row, by_seed, difference, measured, over_seeds, pooled
+from depthlm.report.rows import Measured, Row, by_seed, difference, gather, measured, over_seeds, pooled
 from depthlm.report.sweep import Sweep, read_sweep
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import COMPLETE, FAILED, WAITING, RunRecord, read_run, training_loss
@@ -35,7 +35,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 ARCHIVE = RESULTS / "runs"
 # the speeds measured by benchmarks/mechanisms.py
 TIMES = Path(__file__).resolve().parents[1] / "results"
-EXPERIMENTS = (
+STUDY = (
     "start",
     "rates",
     "scaling",
@@ -43,8 +43,8 @@ EXPERIMENTS = (
     "sensitivity_rate",
     "sensitivity_depth",
     "sensitivity_rate_dca",
-    "transfer",
 )
+EXPERIMENTS = (*STUDY, "transfer")
 # experiments whose loss curves are drawn
 CURVES = ("scaling",)
 BINS = 48
@@ -92,8 +92,14 @@ def study_sweeps() -> dict[str, Sweep]:
     times = training_times()
     return {
         experiment: read_sweep([f"experiment=depthlm/{experiment}"], read=partial(_record, lines_of(experiment), times))
-        for experiment in EXPERIMENTS
+        for experiment in STUDY
     }
+
+
+def rows_of(experiment: str) -> list[Row]:
+    """Return the rows of an experiment, with its committed runs."""
+    read = partial(_record, lines_of(experiment), {})
+    return gather(sweep_points([f"experiment=depthlm/{experiment}"], read=read), read)
 
 
 def training_times() -> dict[tuple[int, int, str], float]:

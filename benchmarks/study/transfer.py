@@ -6,17 +6,18 @@ The tables replace the blocks of the page, from the committed records of the run
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.coordinate_check import draw
 from benchmarks.shared.reporting import FOLDER
-from benchmarks.study.archive import RESULTS, study_sweeps
+from benchmarks.study.archive import RESULTS, rows_of
 from benchmarks.study.page import with_blocks
+from depthlm.config.experiment import VALIDATION_LOSS
 from depthlm.files import replace_text
 from depthlm.report.figures.style import shaded
 from depthlm.report.rows import Row, measured
-from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Cell, Table, markdown, number_text
 from depthlm.runs.plots import MARKERS, grid, save, subplots
 
@@ -27,16 +28,16 @@ TASKS = (BASE, "width x 2", "width x 4", "depth x 2", "depth x 4")
 
 
 def main() -> None:
-    sweep, checked = study_sweeps()["transfer"], json.loads(COORDINATES.read_text())
-    replace_text(PAGE, with_blocks(PAGE.read_text(), blocks(sweep, checked)))
+    rows, checked = rows_of("transfer"), json.loads(COORDINATES.read_text())
+    replace_text(PAGE, with_blocks(PAGE.read_text(), blocks(rows, checked)))
     draw(checked, "vanilla", RESULTS / "coordinate_check.png")
-    draw_rates(sweep, RESULTS / "transfer.png")
+    draw_rates(rows, RESULTS / "transfer.png")
     print(f"written to {PAGE}")
 
 
-def blocks(sweep: Sweep, checked: dict[str, Any]) -> dict[str, str]:
+def blocks(rows: Sequence[Row], checked: dict[str, Any]) -> dict[str, str]:
     """Return the tables of the page, as Markdown, by the names of their blocks."""
-    return {"coordinates": markdown(coordinates(checked)), "rates": markdown(rates(sweep))}
+    return {"coordinates": markdown(coordinates(checked)), "rates": markdown(rates(rows))}
 
 
 def coordinates(checked: dict[str, Any]) -> Table:
@@ -57,36 +58,39 @@ def coordinates(checked: dict[str, Any]) -> Table:
     return Table(["outputs, hidden state", *head], rows)
 
 
-def losses(sweep: Sweep, label: str, task: str) -> dict[str, float]:
+def losses(rows: Sequence[Row], model: str, label: str, task: str) -> dict[str, float]:
     """Return the loss of each learning rate; at the base size, CompleteP is the standard parametrization."""
 
     def has(row: Row) -> bool:
-        return row.parts["task"] == task and row.parts["label"] == (LABELS[0] if task == BASE else label)
+        wanted = {"label": LABELS[0] if task == BASE else label, "task": task}
+        return row.settings["model"] == model and wanted.items() <= row.parts.items()
 
-    known = {row.settings["optimizer.lr"]: measured(row, sweep.first[1]) for row in sweep.rows if has(row)}
+    known = {row.settings["optimizer.lr"]: measured(row, VALIDATION_LOSS) for row in rows if has(row)}
     return {rate: number.mean for rate, number in known.items() if number is not None}
 
 
-def rates(sweep: Sweep) -> Table:
-    """Return the loss of each shape at each learning rate, with the lowest of a line in bold."""
-    tried = sorted({row.settings["optimizer.lr"] for row in sweep.rows}, key=float)
-    rows = []
-    for label in LABELS:
-        for task in TASKS[label != LABELS[0] :]:
-            by_rate = losses(sweep, label, task)
-            best = min(by_rate, key=lambda rate: by_rate[rate], default=None)
+def rates(rows: Sequence[Row]) -> Table:
+    """Return the loss of each mechanism and shape at each learning rate, with the lowest of a line in bold."""
+    tried = sorted({row.settings["optimizer.lr"] for row in rows}, key=float)
+    models, lines = dict.fromkeys(row.settings["model"] for row in rows), []
+    for model, label in [("vanilla", LABELS[0]), *((model, LABELS[1]) for model in models)]:
+        for task in TASKS:
+            by_rate = losses(rows, model, label, task)
+            if not by_rate or (task == BASE and (model, label) == ("vanilla", LABELS[1])):
+                continue
+            best = min(by_rate, key=lambda rate: by_rate[rate])
             shown = [Cell(number_text(by_rate[r], 3) if r in by_rate else DASH, r == best) for r in tried]
-            rows.append([Cell(f"{label}, {task}"), *shown])
-    return Table(["validation loss at a rate of", *tried], rows)
+            lines.append([Cell(f"{model}, {label if task != BASE else 'both'}, {task}"), *shown])
+    return Table(["validation loss at a rate of", *tried], lines)
 
 
-def draw_rates(sweep: Sweep, path: Path) -> None:
+def draw_rates(rows: Sequence[Row], path: Path) -> None:
     """Draw the loss over the learning rate of each width and depth, a column of panels per parametrization."""
     figure, axes = subplots(2, 9.0, 6.4, rows=2, sharex=True, sharey="row")
-    for row, axis in zip(axes, ("width", "depth"), strict=True):
-        for panel, label in zip(row, LABELS, strict=True):
+    for panels, axis in zip(axes, ("width", "depth"), strict=True):
+        for panel, label in zip(panels, LABELS, strict=True):
             for number, task in enumerate(task for task in TASKS if task == BASE or task.startswith(axis)):
-                by_rate = losses(sweep, label, task)
+                by_rate = losses(rows, "vanilla", label, task)
                 points = sorted((float(rate), loss) for rate, loss in by_rate.items())
                 x, y = [rate for rate, _ in points], [loss for _, loss in points]
                 style = {"color": shaded("#0072B2", 0.55 - 0.45 * number), "marker": MARKERS[number]}
@@ -101,7 +105,7 @@ def draw_rates(sweep: Sweep, path: Path) -> None:
     for panel in axes[-1]:
         panel.set_xlabel("peak learning rate of the base size")
     figure.supylabel("validation loss", fontsize="medium")
-    save(figure, path, f"{sweep.stamp()}; rings: the lowest loss of a curve")
+    save(figure, path, "experiment=depthlm/transfer, one seed; rings: the lowest loss of a curve")
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ class Kept:
         self.sources = sources
 
     def __call__(self, reader: Reader, weights: Tensor, edges: Edges) -> Tensor:
-        """Return the weights without those of the other sources. Raises UserError if a source to keep does not exist."""
+        """Return the weights without those of other sources. Raises UserError if a source to keep does not exist."""
         panels = self.sources.get(reader.name)
         if panels is None:
             return weights

@@ -12,7 +12,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from benchmarks.study import archive, page
+from benchmarks.study import archive, page, transfer
 from depthlm.config import compose_anywhere
 from depthlm.config.saved import compare
 from depthlm.machine import environment
@@ -33,6 +33,12 @@ def sweeps() -> dict[str, Sweep]:
 def test_the_tables_of_the_page_are_those_of_the_records(sweeps: dict[str, Sweep]) -> None:
     text = page.PAGE.read_text()
     assert page.with_blocks(text, page.blocks(sweeps)) == text, "run `python benchmarks/study/page.py`"
+
+
+def test_the_tables_on_transfer_are_those_of_the_records() -> None:
+    text, checked = transfer.PAGE.read_text(), json.loads(transfer.COORDINATES.read_text())
+    blocks = transfer.blocks(archive.rows_of("transfer"), checked)
+    assert page.with_blocks(text, blocks) == text, "run `python benchmarks/study/transfer.py`"
 
 
 def test_the_recorded_losses_are_drawn(sweeps: dict[str, Sweep]) -> None:
