@@ -42,6 +42,7 @@ class DenseFormer(Connection):
     """
 
     colour = "#E69F00"
+    identity_start = ""
     accumulates = "sum"
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, period: int = 1, dilation: int = 1):

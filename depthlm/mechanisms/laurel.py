@@ -37,6 +37,7 @@ class Laurel(Connection):
     """
 
     colour = "#999933"
+    identity_start = ""
     accumulates = "sum"
     width_exponents: ClassVar = {"down": 1.0}
 

@@ -41,6 +41,7 @@ class Mudd(Connection):
     """
 
     colour = "#E7298A"
+    identity_start = ""
     accumulates = "the matrices that give its weights grow with the depth"
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):

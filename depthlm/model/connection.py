@@ -59,6 +59,8 @@ class Connection(nn.Module):
     output_gain: the factor of the initial values, outputs and MLP matrices of the sublayer.
     accumulates: how many outputs of sublayers a read adds up: "sum": all before it; a number; other text: why neither
         is right. `parametrization=completep` divides each output by the growth of that number with the depth.
+    identity_start: the setting, such as "start=identity", with which a decoder initially computes what vanilla computes
+        with the same weights; "": it does; None: no setting does. A run with `init_from` logs it.
     is_compiled: whether torch.compile may compile `read` and `write` together with the sublayers beside them. They must
         then be short, without registered operators, and the same for all layers, on a state of constant length.
     """
@@ -69,6 +71,7 @@ class Connection(nn.Module):
     colour = ""
     output_gain = 1.0
     accumulates: str | int = "it does not say how many outputs a read adds up (Connection.accumulates)"
+    identity_start: str | None = None
     is_compiled = False
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
