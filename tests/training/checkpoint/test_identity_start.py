@@ -138,11 +138,16 @@ def test_gates_are_learned_from_the_first_step_and_then_what_is_behind_them(
     model = parts(**{part: option(f"model/{part}", name) | settings | IDENTITY})
     decoder = started(model)
     torch.testing.assert_close(decoder(TOKENS), vanilla(TOKENS), rtol=0, atol=1e-12)
+    if part == "connection":
+        assert decoder.connections[0].accumulates == "sum"
+    groups = depthlm.model.optimizer_groups(decoder, 0.1)
+    decays = {key: group["weight_decay"] for group in groups for key in group["names"] if key.endswith(".gate")}
     first = gradients(decoder)
     gates = {key: gradient for key, gradient in first.items() if key.endswith(".gate")}
     behind = [
         key for key in first if not gates.keys() & {key} and key not in vanilla.state_dict() and "norm." not in key
     ]
+    assert decays == dict.fromkeys(gates, 0.0)
     # the sources of the first read equal the residual stream
     moved = {key for key, gradient in gates.items() if gradient.abs().max() > 1e-9}
     assert gates.keys() - moved <= {"connections.0.gate"}
@@ -163,18 +168,24 @@ def gradients(decoder: Decoder) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("part", "name", "settings"), CASES)
-def test_open_gates_work_with_a_cache_with_loops_recomputation_and_given_weights(
+def test_open_gates_work_with_loops_a_cache_documents_recomputation_and_given_weights(
     started: Any, part: str, name: str, settings: dict[str, Any]
 ) -> None:
     decoder = started(parts(**{part: option(f"model/{part}", name) | settings | IDENTITY}), loops=2)
     opened = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for key, parameter in decoder.named_parameters():
-            if key not in ("embedding.weight",) and ("connections" in key or "gate" in key):
+            if key.startswith("connections.") or key.endswith("attention.gate"):
                 parameter += 0.3 * torch.randn(parameter.shape, generator=opened, dtype=torch.float64)
         cache, expected = decoder.make_cache(), decoder(TOKENS)
         pieces = [decoder(piece, cache=cache) for piece in TOKENS.split((5, 1, 6), dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=0, atol=1e-9)
+    documents = TOKENS.clamp(min=1).masked_fill(torch.arange(12) == 4, 0)
+    with torch.no_grad():
+        alone = torch.cat([decoder(piece) for piece in documents.split((5, 7), dim=1)], dim=1)
+        decoder.end_of_text = 0
+        torch.testing.assert_close(decoder(documents), alone, rtol=0, atol=1e-9)
+        decoder.end_of_text = None
     if part == "connection":
         assert_linear_reads(decoder)
     plain = gradients(decoder)
