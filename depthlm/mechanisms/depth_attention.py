@@ -125,10 +125,12 @@ class DepthAttention(SelfAttention):
         q_bhte, k_bkte, _ = projected
         positions = [*self.source_positions(len(depth)), len(depth)]
         alpha = self.weights(q_bhte, [*(depth[position][0] for position in positions[:-1]), k_bkte])
+        if self.identity_start == "" and alpha.ndim == 1:
+            # the gates differ between heads; all layers must have the same axes
+            alpha = alpha[:, None, None, None].expand(-1, q_bhte.shape[0], self.num_kv_heads, q_bhte.shape[2])
         if self.gate is not None:
-            (b, _, t, _), g_kt = q_bhte.shape, self.gate[:, None]
-            alpha = g_kt * (alpha if alpha.ndim > 1 else alpha[:, None, None, None].expand(-1, b, -1, t))
-            alpha = torch.cat([alpha[:-1], alpha[-1:] + (1 - g_kt)])
+            g_kt = self.gate[:, None]
+            alpha = torch.cat([g_kt * alpha[:-1], g_kt * alpha[-1:] + (1 - g_kt)])
         axes = ("layer", "batch", "head", "token")[: alpha.ndim]
         about = "the weight of each source in the value of each layer (Figure 3 of arXiv 2606.05014)"
         return [Figure("weights", alpha, axes, about, "source layer (diagonal: the layer itself)", places=positions)]

@@ -206,11 +206,11 @@ class Moda(SelfAttention):
 
     def forward_flops(self, length: float, causal: bool) -> float:
         depth = 2.0 * self.num_heads * (self.key_size + self.head_size) * self.num_entries()
-        sequence = super().forward_flops(length, causal)
-        if self.gate is None:
-            return sequence + depth
-        # a second attention over the sequence, with its products alone
-        return 2 * sequence + depth + 3.0 * self.num_heads * self.head_size
+        if self.gate is not None:
+            # a second attention over the sequence, and the sum of both contexts
+            seen = length * (0.5 if causal else 1.0)
+            depth += self.num_heads * (2.0 * (self.key_size + self.head_size) * seen + 3.0 * self.head_size)
+        return super().forward_flops(length, causal) + depth
 
     def io_values(self) -> float:
         """Return the values of all entries that are read, and of the projected entries that are written.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import depthlm
 from depthlm.config import Config
+from depthlm.inspect import collect
 from depthlm.locations import CONF
 from depthlm.mechanisms.depth_attention import DepthAttention
 from depthlm.mechanisms.hyper_connections import HyperConnections
@@ -253,6 +254,8 @@ def test_the_figures_draw_the_weights_with_their_gates(base: Config, ours: Any, 
         def attend(self, spec: Any, attention: SelfAttention, projected: Any, depth: Any, past: Any) -> None:
             depths[spec.layer] = attention, attention.figures(projected, depth, past)
 
+    # layers without a gate have the same axes
+    assert collect(decoder, [TOKENS])[0]
     share = {}
     for gate in (0.0, 0.25, 1.0):
         with torch.no_grad():
