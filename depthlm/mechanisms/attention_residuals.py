@@ -14,7 +14,8 @@ alpha = softmax_j(w . n_j / sqrt(D)), with a query for each of q, k and v in som
 
 Our addition: with start=identity, a read is (1 - g) x + g h, with the residual stream x, which is the sum of the
 embedding and all outputs, and a parameter g of each read that is initially 0. So the decoder initially equals vanilla,
-and can start from its weights.
+and can start from its weights. w is then initially normal: with w = 0, h is x over the number of sources, and g would
+have no gradient behind the norm of a sublayer.
 
 Shapes: s reads, n sources, b batch, t tokens, d hidden size, h heads, e their width.
 """
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from depthlm.model.connection import Connection, Cost, Inputs
 from depthlm.model.figures import Figure
+from depthlm.model.layers import Linear
 from depthlm.model.read_ahead import Partial, ReadAhead
 from depthlm.model.settings import at_least, boolean, check, one_of, shown
 from depthlm.model.shape import Backbone, Size, SublayerSpec
@@ -71,7 +73,8 @@ class AttentionResiduals(Connection):
         ceil(D / heads) dimensions, but the last ones fewer if heads does not divide D.
     separate_qkv: attentions whose q, k and v have a query, and so an input, of their own: None: none, k: those of every
         k-th layer, or a list of layers. In a looped decoder, these are unrolled layers.
-    start: paper; identity: (1 - g) x + g h, so that the decoder initially equals vanilla.
+    start: paper: queries and scalars are initially zero; identity: they are normal, and reads are (1 - g) x + g h, so
+        that the decoder initially equals vanilla.
     """
 
     colour = "#D55E00"
@@ -160,7 +163,8 @@ class AttentionResiduals(Connection):
         if query == "static":
             self.query = nn.Parameter(torch.empty(shape))
         else:
-            self.query_proj = Projection(size.hidden_size, size.hidden_size, bias=False)
+            projection = Linear if self.has_gate else Projection
+            self.query_proj = projection(size.hidden_size, size.hidden_size, bias=False)
         if key_norm == "weighted":
             self.key_norm = nn.Parameter(torch.empty(shape))
         self.optimizer_settings = {name: {"weight_decay": 0.0} for name in self._parameters}
@@ -169,6 +173,8 @@ class AttentionResiduals(Connection):
         # a zero query gives equal weights: h is initially the mean of the sources, as in the paper; with sigmoid, half
         # their sum
         tensor.fill_(1.0 if name == "key_norm" else 0.0)
+        if self.has_gate and name in ("query", "scores"):
+            tensor.normal_(0, std, generator=generator)
 
     def open(self, embedding_btd: Tensor) -> State:
         normed = (rms_norm(embedding_btd, None, self.norm_eps),) if self.normed else ()

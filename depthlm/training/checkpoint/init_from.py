@@ -67,8 +67,8 @@ def import_weights(config: Config, model: Decoder) -> None:
 
 
 def changed_functions(saved: Mapping[str, Any], configured: Model, model: Decoder) -> list[str]:
-    """Return a line for each part that is vanilla in the source and another in a decoder, where it initially computes
-    something else, with the setting that prevents this, if there is one.
+    """Return a line for each part that is vanilla in the source and another in a decoder, where it does not
+    initially compute exactly the same, with the setting with which it does, if there is one.
 
     saved: the model of the source, or a part of it; a part that it lacks is vanilla's.
     """
@@ -80,9 +80,9 @@ def changed_functions(saved: Mapping[str, Any], configured: Model, model: Decode
         setting = None if ours is None else ours.identity_start
         if ours is None or type(ours) is vanilla or target.rpartition(".")[2] != vanilla.__name__ or setting == "":
             continue
-        advice = f"; model.{part}.{setting} starts it as that decoder" if setting else ""
+        advice = f"; with model.{part}.{setting} it does" if setting else ""
         name = getattr(configured, part)["_target_"].rpartition(".")[2]
-        lines.append(f"with {name}, this decoder initially computes something else than the one of the weights{advice}")
+        lines.append(f"with {name}, the decoder does not initially compute exactly what these weights did{advice}")
     return lines
 
 

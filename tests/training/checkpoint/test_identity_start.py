@@ -107,16 +107,16 @@ def test_a_mechanism_says_how_it_starts_as_vanilla(
     part, setting = setting_of(decoder)
     same = torch.allclose(decoder(TOKENS), expected, rtol=0, atol=1e-9)
     assert same == (setting == "")
-    assert ("computes something else" in caplog.text) == (setting != "")
+    assert ("does not initially compute" in caplog.text) == (setting != "")
     if setting:
-        assert f"model.{part}.{setting} starts it as that decoder" in caplog.text
+        assert f"with model.{part}.{setting} it does" in caplog.text
         caplog.clear()
         decoder = started(with_setting(model, part, setting))
         assert setting_of(decoder)[1] == ""
         # the biases of mhc are in fp32, and each sublayer reduces its streams by res_eps
         tolerance = 1e-12 if "mhc" not in model[part]["_target_"] else 1e-9 + 100 * model[part]["res_eps"]
         torch.testing.assert_close(decoder(TOKENS), expected, rtol=0, atol=tolerance)
-        assert "computes something else" not in caplog.text
+        assert "does not initially compute" not in caplog.text
 
 
 IDENTITY = {"start": "identity"}
@@ -149,10 +149,11 @@ def test_gates_are_learned_from_the_first_step_and_then_what_is_behind_them(
         key for key in first if not gates.keys() & {key} and key not in vanilla.state_dict() and "norm." not in key
     ]
     assert decays == dict.fromkeys(gates, 0.0)
-    # the sources of the first read equal the residual stream
-    moved = {key for key, gradient in gates.items() if gradient.abs().max() > 1e-9}
-    assert gates.keys() - moved <= {"connections.0.gate"}
-    assert len(moved) >= 3
+    # the only source of the first read is the residual stream. With queries of zero, the others would be below 1e-5,
+    # since the norm of a sublayer removes the factor between the mean of the sources and the stream
+    largest = sorted(gradient.abs().max().item() for key, gradient in gates.items() if key != "connections.0.gate")
+    assert largest[0] > 0
+    assert largest[len(largest) // 2] > 1e-4
     assert not any(first[key].any() for key in behind)
     with torch.no_grad():
         for key in gates:
