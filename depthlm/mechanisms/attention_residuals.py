@@ -12,6 +12,11 @@ on, the newest source is the running sum of that block.
 Inkling 2 ships with a form of it, which the settings below give: h = sum_j alpha_j n_j, n_j = b_j / rms(b_j),
 alpha = softmax_j(w . n_j / sqrt(D)), with a query for each of q, k and v in some layers.
 
+Our addition: with start=identity, a read is (1 - g) x + g h, with the residual stream x, which is the sum of the
+embedding and all outputs, and a parameter g of each read that is initially 0. So the decoder initially equals vanilla,
+and can start from its weights. w is then initially normal: with w = 0, h is x over the number of sources, and g would
+have no gradient behind the norm of a sublayer.
+
 Shapes: s reads, n sources, b batch, t tokens, d hidden size, h heads, e their width.
 """
 
@@ -26,25 +31,30 @@ from torch import Tensor, nn
 from depthlm.model.connection import Connection, Cost, Inputs
 from depthlm.model.edges import per_token
 from depthlm.model.figures import Figure
+from depthlm.model.layers import Linear
 from depthlm.model.read_ahead import Partial, ReadAhead
 from depthlm.model.settings import at_least, boolean, check, one_of, shown
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.attention_residuals.naive import depth_attend
-from depthlm.ops.depth_reduce import source_scores, weighted_sum
+from depthlm.ops.depth_reduce import interpolated, source_scores, weighted_sum
 from depthlm.ops.dtypes import upcast
 from depthlm.ops.functions import rms_norm
+
+STARTS = ("paper", "identity")
 
 
 class State(NamedTuple):
     """blocks: all sources; within a block, the last one is its running sum.
 
     normed: with values=normed, RMS(b_j) of every source. ahead: for each later read of the phase, out_sbtd, query_sd
-    and lse_sbt over the sources fixed when the phase began, with s = 3 if q, k and v read apart.
+    and lse_sbt over the sources fixed when the phase began, with s = 3 if q, k and v read apart. stream: with
+    start=identity, x.
     """
 
     blocks: tuple[Tensor, ...]
     normed: tuple[Tensor, ...] = ()
     ahead: tuple[Partial, ...] = ()
+    stream: Tensor | None = None
 
 
 class AttentionResiduals(Connection):
@@ -64,10 +74,13 @@ class AttentionResiduals(Connection):
         ceil(D / heads) dimensions, but the last ones fewer if heads does not divide D.
     separate_qkv: attentions whose q, k and v have a query, and so an input, of their own: None: none, k: those of every
         k-th layer, or a list of layers. In a looped decoder, these are unrolled layers.
+    start: paper: queries and scalars are initially zero; identity: they are normal, and reads are (1 - g) x + g h, so
+        that the decoder initially equals vanilla.
     """
 
     colour = "#D55E00"
     has_edges = True
+    identity_start = "start=identity"
 
     def __init__(
         self,
@@ -83,6 +96,7 @@ class AttentionResiduals(Connection):
         window: int | None = None,
         heads: int = 1,
         separate_qkv: int | Sequence[int] | None = None,
+        start: str = "paper",
     ):
         super().__init__(spec, size, backbone)
         check(
@@ -94,6 +108,7 @@ class AttentionResiduals(Connection):
             [] if isinstance(key_norm, bool) else one_of(("weighted", "plain", "none"), key_norm=key_norm),
             one_of(("raw", "normed"), values=values),
             boolean(scale=scale),
+            one_of(STARTS, start=start),
             problems_of_layers(spec.num_layers, separate_qkv),
         )
         if isinstance(key_norm, bool):
@@ -113,6 +128,9 @@ class AttentionResiduals(Connection):
         self.block_size = block_size or default_block_size(spec)
         # a mean over blocks, each of which is a sum of outputs
         self.accumulates = "sum" if mixing == "sigmoid" else 1 if values == "normed" else self.block_size
+        self.has_gate = start == "identity"
+        if self.has_gate:
+            self.accumulates, self.identity_start = "sum", ""
         self.mixing = mixing
         self.norm_eps = backbone.norm_eps
         self.normed = values == "normed"
@@ -135,6 +153,11 @@ class AttentionResiduals(Connection):
             self.cost = self.cost._replace(two_phase_values=two_phase)
             # the running sum still changes, so it cannot be read ahead
             self.read_ahead = ReadAhead(self, begin, self.extend, self.num_sources - (not self.begins_block))
+        if self.has_gate:
+            # beside the stream, which is that of a residual connection, the sum of the block is written
+            self.cost = gated_cost(self.cost, size, self.num_inputs, sums=not self.begins_block)
+            self.gate = nn.Parameter(torch.empty(self.num_inputs))
+            self.fp32_parameters = ("gate",)
         if mixing == "scalars":
             self.scores = nn.Parameter(torch.empty(self.num_sources))
             return
@@ -142,7 +165,8 @@ class AttentionResiduals(Connection):
         if query == "static":
             self.query = nn.Parameter(torch.empty(shape))
         else:
-            self.query_proj = Projection(size.hidden_size, size.hidden_size, bias=False)
+            projection = Linear if self.has_gate else Projection
+            self.query_proj = projection(size.hidden_size, size.hidden_size, bias=False)
         if key_norm == "weighted":
             self.key_norm = nn.Parameter(torch.empty(shape))
         self.optimizer_settings = {name: {"weight_decay": 0.0} for name in self._parameters}
@@ -151,13 +175,23 @@ class AttentionResiduals(Connection):
         # a zero query gives equal weights: h is initially the mean of the sources, as in the paper; with sigmoid, half
         # their sum
         tensor.fill_(1.0 if name == "key_norm" else 0.0)
+        if self.has_gate and name in ("query", "scores"):
+            tensor.normal_(0, std, generator=generator)
 
     def open(self, embedding_btd: Tensor) -> State:
-        return State((embedding_btd,), (rms_norm(embedding_btd, None, self.norm_eps),) if self.normed else ())
+        normed = (rms_norm(embedding_btd, None, self.norm_eps),) if self.normed else ()
+        return State((embedding_btd,), normed, stream=embedding_btd if self.has_gate else None)
 
     def read(self, state: State, weights: Any = None) -> tuple[Inputs, tuple[Partial, ...]]:
         if self.reads_embedding:
             return state.blocks * self.num_inputs, ()
+        inputs, ahead = self.attend(state, weights)
+        if state.stream is not None:
+            inputs = tuple(interpolated(state.stream, h, g) for h, g in zip(inputs, self.gate, strict=True))
+        return inputs, ahead
+
+    def attend(self, state: State, weights: Any) -> tuple[Inputs, tuple[Partial, ...]]:
+        """Return h of each input, and the partial results of later reads."""
         if weights is None and self.read_ahead is not None and self.edit is None:
             h_sbtd, ahead = self.read_ahead.read(state.normed or state.blocks, state.ahead)
             return h_sbtd.unbind(), ahead
@@ -211,7 +245,8 @@ class AttentionResiduals(Connection):
         kept = len(state.blocks) - (not self.begins_block)
         newest = output_btd if self.begins_block else state.blocks[-1].to(state.blocks[0].dtype) + output_btd
         normed = (*state.normed[:kept], rms_norm(newest, None, self.norm_eps)) if self.normed else ()
-        return State(self.newest((*state.blocks[:kept], newest)), self.newest(normed), carry)
+        stream = None if state.stream is None else state.stream + output_btd
+        return State(self.newest((*state.blocks[:kept], newest)), self.newest(normed), carry, stream)
 
     def newest(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the sources in the window, the embedding first."""
@@ -223,10 +258,11 @@ class AttentionResiduals(Connection):
         alphas = self.alphas(state)
         if self.window is not None:
             sources = f"then the newest of {'sublayer outputs' if size == 1 else f'blocks of {size} sublayers'}"
+        gates = [gate_figure(self.gate)] if self.has_gate and not self.reads_embedding else []
         if self.num_inputs == 1:
-            return [figure(alphas[0].mean(-1) if self.heads > 1 else alphas[0], sources)]
+            return [figure(alphas[0].mean(-1) if self.heads > 1 else alphas[0], sources), *gates]
         drawn = figure(torch.stack(alphas), sources)
-        return [drawn._replace(axes=("panel", "source", "batch", "token"), panels=("q", "k", "v"))]
+        return [drawn._replace(axes=("panel", "source", "batch", "token"), panels=("q", "k", "v")), *gates]
 
 
 class Projection(nn.Linear):
@@ -318,6 +354,19 @@ def two_phase_values(
         phase, place = divmod(spec.sublayer, default_block_size(spec))
         in_hidden_states = 2 * (phase + place + num_reads)
     return float((in_hidden_states + (2 if normed else 0)) * size.hidden_size)
+
+
+def gated_cost(cost: Cost, size: Size, num_reads: int, sums: bool = False) -> Cost:
+    """Return a cost with that of (1 - g) x + g h for each read. sums: whether one more sum of outputs is written."""
+    values = 3.0 * (num_reads + sums) * size.hidden_size
+    two_phases = None if cost.two_phase_values is None else cost.two_phase_values + values
+    return Cost(cost.flops + (3.0 * num_reads + sums) * size.hidden_size, cost.io_values + values, two_phases)
+
+
+def gate_figure(gate: Tensor) -> Figure:
+    """Return the figure of g of the reads of a sublayer."""
+    panels = ("q", "k", "v") if len(gate) == 3 else ("g",)
+    return Figure("gate", gate, ("panel",), "the share of the attention over depth in each read", panels=panels)
 
 
 def figure(alpha: Tensor, sources: str) -> Figure:

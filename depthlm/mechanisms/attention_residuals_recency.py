@@ -5,6 +5,9 @@
 with a parameter r that is initially 3. The running sum starts as the embedding, adds every sublayer output and is never
 reset. The other sources are the embedding and snapshots of the running sum at the end of some layers.
 
+Our addition: with start=identity, a read is (1 - g) x + g h, with the running sum x and a parameter g of each read that
+is initially 0, so that the decoder initially equals vanilla.
+
     [embedding, snapshots, running sum] --attention over depth--> h -> sublayer -(+)-> running sum -> perhaps a snapshot
 """
 
@@ -15,19 +18,22 @@ import torch
 from torch import Tensor, nn
 
 from depthlm.mechanisms.attention_residuals import (
+    STARTS,
     add_sources,
     begin,
     default_block_size,
     figure,
+    gate_figure,
+    gated_cost,
     read_cost,
     two_phase_values,
 )
 from depthlm.model.connection import Connection, Inputs
 from depthlm.model.figures import Figure
 from depthlm.model.read_ahead import Partial, ReadAhead
-from depthlm.model.settings import at_least, check
+from depthlm.model.settings import at_least, check, one_of
 from depthlm.model.shape import Backbone, Size, SublayerSpec
-from depthlm.ops.depth_reduce import source_scores, weighted_sum
+from depthlm.ops.depth_reduce import interpolated, source_scores, weighted_sum
 
 
 class State(NamedTuple):
@@ -46,18 +52,27 @@ class AttentionResidualsRecency(Connection):
     """Every sublayer reads an attention over the embedding, snapshots of the running sum, and the running sum.
 
     block_size: sublayers between snapshots, which layers end, so an odd number is rounded up; None: ceil(2L / 8).
+    start: paper; identity: (1 - g) x + g h, so that the decoder initially equals vanilla.
     """
 
     colour = "#F4A582"
     accumulates = "sum"
+    identity_start = "start=identity"
     width_exponents: ClassVar = {"query": 1.0}
     has_edges = True
     # of the scores
     factor = 1.0
 
-    def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, block_size: int | None = None):
+    def __init__(
+        self,
+        spec: SublayerSpec,
+        size: Size,
+        backbone: Backbone,
+        block_size: int | None = None,
+        start: str = "paper",
+    ):
         super().__init__(spec, size, backbone)
-        check(at_least(1, block_size=block_size, optional=True))
+        check(at_least(1, block_size=block_size, optional=True), one_of(STARTS, start=start))
         self.block_size = block_size or default_block_size(spec)
         self.eps = backbone.norm_eps
         snapshots = self.snapshots(spec.layer)
@@ -70,6 +85,12 @@ class AttentionResidualsRecency(Connection):
         self.query = nn.Parameter(torch.empty(size.hidden_size))
         self.key_norm = nn.Parameter(torch.empty(size.hidden_size))
         self.recency = nn.Parameter(torch.empty(1))
+        self.has_gate = start == "identity"
+        if self.has_gate:
+            self.identity_start = ""
+            self.cost = gated_cost(self.cost, size, 1)
+            self.gate = nn.Parameter(torch.empty(1))
+            self.fp32_parameters = ("gate",)
 
     def snapshots(self, layers: int) -> int:
         """Return the number of snapshots in the first `layers` layers.
@@ -80,19 +101,21 @@ class AttentionResidualsRecency(Connection):
         return layers // layers_per_block
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
-        tensor.fill_({"query": 0.0, "key_norm": 1.0, "recency": 3.0}[name])
+        tensor.fill_({"query": 0.0, "key_norm": 1.0, "recency": 3.0, "gate": 0.0}[name])
 
     def open(self, embedding_btd: Tensor) -> State:
         return State((embedding_btd,), embedding_btd)
 
     def read(self, state: State, weights: Tensor | None = None) -> tuple[Inputs, tuple[Partial, ...]]:
+        ahead: tuple[Partial, ...] = ()
         if weights is None and self.edit is not None:
             weights = self.weights(state)
         if weights is not None:
-            return (weighted_sum(weights, state.sources),), ()
-        assert self.read_ahead is not None
-        h_sbtd, ahead = self.read_ahead.read(state.sources, state.ahead)
-        return h_sbtd.unbind(), ahead
+            h = weighted_sum(weights, state.sources)
+        else:
+            assert self.read_ahead is not None
+            (h,), ahead = self.read_ahead.read(state.sources, state.ahead)
+        return (interpolated(state.running_sum, h, self.gate[0]) if self.has_gate else h,), ahead
 
     def weights(self, state: State) -> Tensor:
         """Return alpha_nbt of the sources."""
@@ -112,4 +135,6 @@ class AttentionResidualsRecency(Connection):
         return State((*state.snapshots, *taken), running_sum, carry)
 
     def figures(self, state: State) -> list[Figure]:
-        return [figure(self.weights(state), "then snapshots; last the running sum")]
+        return [figure(self.weights(state), "then snapshots; last the running sum")] + (
+            [gate_figure(self.gate)] if self.has_gate else []
+        )

@@ -65,6 +65,7 @@ class DeepCrossAttention(Connection):
     """
 
     colour = "#009E73"
+    identity_start = ""
     accumulates = "sum"
     width_exponents: ClassVar = {"w": 1.0}
     has_edges = True

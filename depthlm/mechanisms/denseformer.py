@@ -44,6 +44,7 @@ class DenseFormer(Connection):
     """
 
     colour = "#E69F00"
+    identity_start = ""
     accumulates = "sum"
     has_edges = True
 

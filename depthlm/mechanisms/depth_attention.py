@@ -8,7 +8,7 @@ Shapes: b batch, t new tokens, h query heads, k key/value heads, n sources and t
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from depthlm.model.attention.context import AttentionContext
 from depthlm.model.attention.self_attention import DepthKV, SelfAttention, causal_attention
@@ -16,7 +16,7 @@ from depthlm.model.figures import Figure
 from depthlm.model.settings import at_least, check, one_of
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.depth_attention.naive import depth_value_mix, depth_weights
-from depthlm.ops.depth_reduce import weighted_sum
+from depthlm.ops.depth_reduce import interpolated, weighted_sum
 
 
 class DepthAttention(SelfAttention):
@@ -29,15 +29,20 @@ class DepthAttention(SelfAttention):
     q, k, v -----> q, k ------------------+-> alpha -> vmix -> causal attention with q, k, vmix
                    `------------------------------------------^    `-> (k, vmix), a source of later layers
 
-    It has no parameters. The KV cache stores the mixed value in place of the value, so generation needs no other state.
+    It has no parameters, but with start=identity. The KV cache stores the mixed value in place of the value, so
+    generation needs no other state.
 
     stride: s; None: L / 2.
     sources: anchored: all earlier layers with index % s == 0; relative: layers l-s, l-2s, ... A looped decoder also
         reads this layer's own (k, v) of earlier loops.
     mixing: softmax, or uniform weights.
     mixes: value, key or key_value. The key and the value of a source are those that its own attention used.
+    start: paper; identity: (1 - g) x + g mix in place of the mix of an object x, with a parameter g of each key/value
+        head that is initially 0, so that the decoder initially equals vanilla. A bias on the scores of the sources
+        would have to be minus infinity, where it has no gradient.
     """
 
+    identity_start = "start=identity"
     colour = "#0072B2"
     has_edges = True
 
@@ -50,6 +55,7 @@ class DepthAttention(SelfAttention):
         sources: str = "anchored",
         mixing: str = "softmax",
         mixes: str = "value",
+        start: str = "paper",
     ):
         super().__init__(spec, size, backbone)
         check(
@@ -57,11 +63,21 @@ class DepthAttention(SelfAttention):
             one_of(("anchored", "relative"), sources=sources),
             one_of(("softmax", "uniform"), mixing=mixing),
             one_of(("value", "key", "key_value"), mixes=mixes),
+            one_of(("paper", "identity"), start=start),
         )
         self.stride = stride or max(1, spec.num_layers // 2)
         self.anchored = sources == "anchored"
         self.mixing = mixing
         self.objects = mixes.split("_")
+        self.gate: nn.Parameter | None = None
+        if start == "identity":
+            self.identity_start = ""
+            if self.num_mixed():
+                self.gate = nn.Parameter(torch.empty(self.num_kv_heads))
+                self.fp32_parameters = ("gate",)
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
+        tensor.zero_()
 
     def source_layers(self, layer: int) -> range:
         """Return the layers of the same loop that a layer reads, ascending."""
@@ -97,8 +113,14 @@ class DepthAttention(SelfAttention):
     def mix(self, q_bhte: Tensor, keys: list[Tensor], entries: list[Tensor]) -> Tensor:
         """Return the weighted sum of entries, keys or values x_bkte. keys: those of the sources and of this layer."""
         if self.mixing == "uniform":
-            return weighted_sum(self.weights(q_bhte, keys), entries)
-        return depth_value_mix(q_bhte, keys, entries)
+            mixed_bkte = weighted_sum(self.weights(q_bhte, keys), entries)
+        else:
+            mixed_bkte = depth_value_mix(q_bhte, keys, entries)
+        return self.gated(entries[-1], mixed_bkte)
+
+    def gated(self, own_bkte: Tensor, mixed_bkte: Tensor) -> Tensor:
+        """Return (1 - g) x + g mix with start=identity, else the mix."""
+        return mixed_bkte if self.gate is None else interpolated(own_bkte, mixed_bkte, self.gate[:, None, None])
 
     def mix_edited(
         self,
@@ -113,7 +135,7 @@ class DepthAttention(SelfAttention):
         alpha = self.weights(q, keys)
         alpha_nbkt = alpha.view(-1, 1, 1, 1).expand(-1, *k.shape[:3]) if alpha.ndim == 1 else alpha
         alpha_nbkt = self.edited(alpha_nbkt, ("source", "batch", "head", "token"), past, numbers, True)
-        k_mixed, v_mixed = (weighted_sum(alpha_nbkt, entries) for entries in (keys, values))
+        k_mixed, v_mixed = (self.gated(entries[-1], weighted_sum(alpha_nbkt, entries)) for entries in (keys, values))
         return q, k_mixed if "key" in self.objects else k, v_mixed if "value" in self.objects else v
 
     def weights(self, q_bhte: Tensor, keys: list[Tensor]) -> Tensor:
@@ -127,6 +149,12 @@ class DepthAttention(SelfAttention):
         q_bhte, k_bkte, _ = projected
         positions = [*self.source_positions(len(depth)), len(depth)]
         alpha = self.weights(q_bhte, [*(depth[position][0] for position in positions[:-1]), k_bkte])
+        if self.identity_start == "" and alpha.ndim == 1:
+            # the gates differ between heads; all layers must have the same axes
+            alpha = alpha[:, None, None, None].expand(-1, q_bhte.shape[0], self.num_kv_heads, q_bhte.shape[2])
+        if self.gate is not None:
+            g_kt = self.gate[:, None]
+            alpha = torch.cat([g_kt * alpha[:-1], g_kt * alpha[-1:] + (1 - g_kt)])
         axes = ("layer", "batch", "head", "token")[: alpha.ndim]
         about = "the weight of each source in the value of each layer (Figure 3 of arXiv 2606.05014)"
         return [Figure("weights", alpha, axes, about, "source layer (diagonal: the layer itself)", places=positions)]
@@ -148,12 +176,17 @@ class DepthAttention(SelfAttention):
         """Return the FLOPs per token, with the scores and the sum of each mixed object (appendix B.2)."""
         scores = self.key_size if self.mixing == "softmax" else 0
         own = 2.0 * self.num_kv_heads * self.num_mixed() * (scores + self.width(self.objects))
+        own += 0.0 if self.gate is None else 3.0 * self.num_kv_heads * self.width(self.objects)
         return super().forward_flops(length, causal) + own
 
     def io_values(self) -> float:
-        """Return the values that scores and sums read, plus the mixed objects written in every layer (B.2, eq. 6)."""
+        """Return the values that scores and sums read, plus the mixed objects written in every layer (B.2, eq. 6).
+
+        With start=identity, also an object and its mix, read again, and the written (1 - g) x + g mix.
+        """
         read = set(self.objects) | ({"key"} if self.mixing == "softmax" else set())
-        return self.num_kv_heads * (self.width(read) * self.num_mixed() + self.width(self.objects))
+        gated = 0 if self.gate is None else 3 * self.width(self.objects)
+        return self.num_kv_heads * (self.width(read) * self.num_mixed() + self.width(self.objects) + gated)
 
     def width(self, objects: Iterable[str]) -> int:
         """Return the values of a key, a value or both, per head."""

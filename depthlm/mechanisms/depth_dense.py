@@ -28,6 +28,7 @@ class DepthDense(Connection):
     initially consists of identity matrices, so that the decoder equals vanilla, and has no weight decay.
     """
 
+    identity_start = ""
     accumulates = "sum"
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):

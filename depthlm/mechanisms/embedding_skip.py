@@ -26,6 +26,7 @@ class EmbeddingSkip(Connection):
     """A residual connection with two parameters per layer, initially a = 1 and b = 0, as vanilla."""
 
     colour = "#A6761D"
+    identity_start = ""
     accumulates = "sum"
     depth_exponents: ClassVar = {"weight": 1.0}
     has_edges = True

@@ -55,6 +55,7 @@ class HyperConnections(Connection):
     """
 
     colour = "#882255"
+    identity_start: str | None = ""
     accumulates = "sum"
     depth_exponents: ClassVar = {"static_res": 1.0, "scale": 1.0}
     width_exponents: ClassVar = {"w": 1.0}
@@ -74,6 +75,9 @@ class HyperConnections(Connection):
         self.dynamic = dynamic
         self.eps = backbone.norm_eps
         n, d = num_streams, size.hidden_size
+        if collapse == "sum":
+            # n equal streams
+            self.identity_start = None
         if spec.kind == "final":
             self.collapse = Collapse(n, collapse)
             return

@@ -38,6 +38,7 @@ class Laurel(Connection):
     """
 
     colour = "#999933"
+    identity_start = ""
     accumulates = "sum"
     width_exponents: ClassVar = {"down": 1.0}
     depth_exponents: ClassVar = {"up": 1.0, "beta": 1.0}

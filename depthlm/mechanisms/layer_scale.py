@@ -18,9 +18,11 @@ class LayerScale(Connection):
     """A residual connection with a learned factor per channel of the output.
 
     start: the initial lambda; None: that of the paper for the depth, 0.1 up to 18 layers, 1e-5 up to 24, else 1e-6.
+        With 1.0, the decoder initially equals vanilla.
     """
 
     why_undefined = "its start follows the depth; give model.connection.start"
+    identity_start = "start=1.0"
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, start: float | None = None):
         super().__init__(spec, size, backbone)
@@ -28,6 +30,7 @@ class LayerScale(Connection):
         self.accumulates = None if start is None else "sum"
         depth = spec.num_layers
         self.start = start if start is not None else 0.1 if depth <= 18 else 1e-5 if depth <= 24 else 1e-6
+        self.identity_start = "" if self.start == 1 else self.identity_start
         if spec.kind != "final":
             self.scale = nn.Parameter(torch.empty(size.hidden_size))
             self.fp32_parameters = ("scale",)

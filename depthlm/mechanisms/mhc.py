@@ -45,7 +45,7 @@ from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.mhc.cpu import Form, Maps, Parameters, Pending, mhc_maps, normed_projection, read_streams
 from depthlm.ops.mhc.naive import mhc_post_pre
 
-START_OF_ALPHA = {"vanilla": 0.01, "zero": 1.0}
+START_OF_ALPHA = {"vanilla": 0.01, "zero": 1.0, "identity": 0.0}
 
 
 class ManifoldHyperConnections(Connection):
@@ -63,7 +63,9 @@ class ManifoldHyperConnections(Connection):
     post_eps: added to H_post.
     res_eps: added to H_res after the first normalization of its columns, and to all later sums.
     start: vanilla: alpha = 0.01, and the biases give H_pre = 1/n, H_post = post_scale / 2, and H_res 0.99 on its
-        diagonal; zero: alpha = 1, and the biases are zero.
+        diagonal; zero: alpha = 1, and the biases are zero; identity: alpha = 0, and the biases allow for post_scale,
+        pre_eps and post_eps, so that they initially equal vanilla, but for res_eps, by which each sublayer reduces
+        the streams.
     collapse: as in HyperConnections, or gated: sum_i (sigmoid(m) + pre_eps)_i X_i, with m as above, of its own
         parameters.
     lagged: whether the maps are those of the streams before the newest write, except in the first sublayer. Reported of
@@ -71,6 +73,7 @@ class ManifoldHyperConnections(Connection):
     """
 
     colour = "#CC79A7"
+    identity_start = "start=identity"
     accumulates = "sum"
     width_exponents: ClassVar = {"phi": 1.0}
 
@@ -98,11 +101,21 @@ class ManifoldHyperConnections(Connection):
             one_of(("sinkhorn", "identity"), residual=residual),
             one_of(("weighted", "plain"), norm=norm),
             number(0.0, post_scale=post_scale, pre_eps=pre_eps, post_eps=post_eps, res_eps=res_eps),
-            one_of(("vanilla", "zero"), start=start),
+            one_of(START_OF_ALPHA, start=start),
             boolean(lagged=lagged),
         )
         if residual == "identity" and res_eps:
             raise ValueError(f"res_eps={res_eps:g}: residual=identity has no normalization to which it is added")
+        if start == "identity":
+            self.identity_start = ""
+            # what the sigmoids must give
+            pre, post = 1 / num_streams - pre_eps, (1 - post_eps) / post_scale if post_scale else 0.0
+            if not (0 < pre < 1 and 0 < post < 1) or collapse == "sum":
+                raise ValueError(
+                    "start=identity: needs 1 / num_streams - pre_eps and (1 - post_eps) / post_scale between 0 and 1, "
+                    "and a collapse other than sum"
+                )
+            self.identity_biases = logit(pre), logit(post)
         self.num_streams = num_streams
         self.iterations = iterations
         self.eps = backbone.norm_eps
@@ -130,11 +143,14 @@ class ManifoldHyperConnections(Connection):
             tensor.normal_(0, std, generator=generator)
         elif name != "bias":
             tensor.fill_(1.0 if name == "norm" else START_OF_ALPHA[self.start])
-        elif self.start == "vanilla":
-            pre, _, *res = tensor.split(self.widths)
+        elif self.start != "zero":
+            pre, post, *res = tensor.split(self.widths)
             n = self.num_streams
-            # the bias of H_post is 0; with one stream, H_pre = 1/2
-            if n > 1:
+            if self.start == "identity":
+                pre.fill_(self.identity_biases[0])
+                post.fill_(self.identity_biases[1])
+            elif n > 1:
+                # the bias of H_post is 0; with one stream, H_pre = 1/2
                 pre.fill_(-math.log(n - 1))
             if n > 1 and res:
                 res[0].fill_(math.log(0.01 / (n - 1)))
@@ -194,6 +210,11 @@ class ManifoldHyperConnections(Connection):
         return found | {f"mhc_{name}_deviation": (total - 1).abs() for name, total in sums.items()}
 
 
+def logit(p: float) -> float:
+    """Return the x with sigmoid(x) = p."""
+    return math.log(p / (1 - p))
+
+
 class GatedCollapse(nn.Module):
     """The final read of DeepSeek-V4 and Hunyuan V4: x_btd = sum_i (sigmoid(alpha W RMSNorm(vec X) + b) + eps)_i X_i.
 
@@ -204,7 +225,8 @@ class GatedCollapse(nn.Module):
 
     def __init__(self, n: int, d: int, start: str, norm_eps: float, eps: float):
         super().__init__()
-        self.start = START_OF_ALPHA[start], -math.log(n - 1) if start == "vanilla" and n > 1 else 0.0
+        bias = logit(1 / n - eps) if start == "identity" else -math.log(n - 1) if start == "vanilla" and n > 1 else 0.0
+        self.start = START_OF_ALPHA[start], bias
         self.norm_eps = norm_eps
         self.eps = eps
         self.phi = nn.Parameter(torch.empty(n, n * d))

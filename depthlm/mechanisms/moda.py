@@ -6,6 +6,10 @@ for the query at position i, with n depth entries (key_j, value_j) of earlier su
 first loop has none. The keys and values of a layer are an entry only for later layers. Projections of entries start
 like all matrices, so the decoder does not initially equal vanilla.
 
+Our addition: with start=identity, the context is (1 - g) x + g o, with the context x of attention over the sequence
+alone and a parameter g of each query head that is initially 0, so that the decoder initially equals vanilla. In place
+of g, a bias on the depth scores would have to be minus infinity, where it has no gradient.
+
 Shapes: b batch, t new tokens, h query heads, k key/value heads, e head size.
 """
 
@@ -13,14 +17,15 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from depthlm.model.attention.context import AttentionContext
-from depthlm.model.attention.self_attention import DepthKV, SelfAttention, causal_attention
+from depthlm.model.attention.self_attention import DepthKV, SelfAttention, attend_to, causal_attention
 from depthlm.model.figures import Figure
 from depthlm.model.layers import Linear, Rope
-from depthlm.model.settings import at_least, boolean, check
+from depthlm.model.settings import at_least, boolean, check, one_of
 from depthlm.model.shape import Backbone, Size, SublayerSpec
+from depthlm.ops.depth_reduce import interpolated
 from depthlm.ops.functions import linear_together
 from depthlm.ops.moda.bank import Bank, Depth
 from depthlm.ops.moda.merge import merged_attention
@@ -43,10 +48,12 @@ class Moda(SelfAttention):
     attn_kv: whether an attention has a separate projection for its depth entry, even if depth_kv is false.
     last_layer_kv: whether the last layer has these projections although no layer reads them. With loops it always has.
     slots: the number of newest entries to keep; None: all.
+    start: paper; identity: (1 - g) x + g o. It costs a second attention over the sequence.
 
     The depth list is a `Depth`, whose entries are in one tensor.
     """
 
+    identity_start = "start=identity"
     colour = "#56B4E9"
     has_edges = True
     # the operators over depth share the softmax, and they have none
@@ -62,11 +69,13 @@ class Moda(SelfAttention):
         attn_kv: bool = False,
         last_layer_kv: bool = False,
         slots: int | None = None,
+        start: str = "paper",
     ):
         super().__init__(spec, size, backbone)
         check(
             boolean(depth_kv=depth_kv, ffn_kv=ffn_kv, attn_kv=attn_kv, last_layer_kv=last_layer_kv),
             at_least(1, slots=slots, optional=True),
+            one_of(("paper", "identity"), start=start),
         )
         self.depth_kv = depth_kv
         self.slots = slots
@@ -85,6 +94,15 @@ class Moda(SelfAttention):
         if self.ffn_kv:
             self.ffn_k_proj = Linear(d, key_width, bias)
             self.ffn_v_proj = Linear(d, value_width, bias)
+        if start == "identity" or not self.entry_kinds:
+            self.identity_start = ""
+        self.gate: nn.Parameter | None = None
+        if start == "identity" and self.num_entries():
+            self.gate = nn.Parameter(torch.empty(self.num_heads))
+            self.fp32_parameters = ("gate",)
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
+        tensor.zero_()
 
     def project(self, q_in: Tensor, k_in: Tensor, v_in: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
         projected = super().project(q_in, k_in, v_in, rope)
@@ -118,7 +136,11 @@ class Moda(SelfAttention):
             else:
                 edit = partial(self.edited_probabilities, entries=range(depth.start, depth.end), past=past)
                 context = attend_with_scores(q, k, self.widened(v), depth, mask, edit)
-            return self.narrowed(context).transpose(1, 2).flatten(2), kept
+            context = self.narrowed(context).transpose(1, 2)
+            if self.gate is not None:
+                without_depth = attend_to(q, k, v, past).unflatten(2, (self.num_heads, -1))
+                context = interpolated(without_depth, context, self.gate[:, None])
+            return context.flatten(2), kept
         return causal_attention(q, k, v, past), kept
 
     def edited_probabilities(self, p_bhtx: Tensor, entries: range, past: AttentionContext) -> Tensor:
@@ -174,6 +196,9 @@ class Moda(SelfAttention):
         q_bhte, k_bkte, *_ = projected
         (b, _, t, _), kinds = q_bhte.shape, len(self.entry_kinds)
         p_bhtx = probabilities(q_bhte, k_bkte, [key for key, _ in depth], past.mask_b1ts)
+        if self.gate is not None:
+            p_bhtt = F.pad(probabilities(q_bhte, k_bkte, [], past.mask_b1ts), (0, len(depth)))
+            p_bhtx = interpolated(p_bhtt, p_bhtx, self.gate[:, None, None])
         share_nbt = p_bhtx[..., t:].mean(1).movedim(-1, 0)
         share = share_nbt.new_full((2, self.spec.num_layers * self.spec.loops, b, t), float("nan"))
         for number, entry_bt in enumerate(share_nbt, depth.start):
@@ -197,12 +222,20 @@ class Moda(SelfAttention):
 
     def forward_flops(self, length: float, causal: bool) -> float:
         depth = 2.0 * self.num_heads * (self.key_size + self.head_size) * self.num_entries()
+        if self.gate is not None:
+            # a second attention over the sequence, and the sum of both contexts
+            seen = length * (0.5 if causal else 1.0)
+            depth += self.num_heads * (2.0 * (self.key_size + self.head_size) * seen + 3.0 * self.head_size)
         return super().forward_flops(length, causal) + depth
 
     def io_values(self) -> float:
-        """Return the values of all entries that are read, and of the projected entries that are written."""
+        """Return the values of all entries that are read, and of the projected entries that are written.
+
+        With start=identity, also both contexts, read, and their sum, written.
+        """
         values = self.num_kv_heads * (self.key_size + self.head_size)
-        return values * (self.num_entries() + self.ffn_kv + self.attn_kv)
+        gated = 0 if self.gate is None else 3 * self.num_heads * self.head_size
+        return values * (self.num_entries() + self.ffn_kv + self.attn_kv) + gated
 
     def held_values(self) -> float:
         """Return the values of projected entries, which are not in the KV cache, that the last layer still reads."""

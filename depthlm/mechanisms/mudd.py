@@ -43,6 +43,7 @@ class Mudd(Connection):
     colour = "#E7298A"
     why_undefined = "the matrices that give its weights grow with the depth"
     has_edges = True
+    identity_start = ""
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)

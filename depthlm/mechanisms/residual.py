@@ -14,6 +14,7 @@ class Residual(Connection):
 
     colour = "#4D4D4D"
     is_compiled = True
+    identity_start = ""
     accumulates = "sum"
 
     def read(self, state: Hidden, weights: None = None) -> tuple[Inputs, None]:

@@ -29,6 +29,7 @@ class SharedKV(SelfAttention):
     last_k: k; None: 3L / 7, as in Gemma 3n (15 of 35 layers).
     """
 
+    identity_start = None
     colour = "#7570B3"
 
     def __init__(

@@ -16,7 +16,11 @@ from torch import Tensor, nn
 from depthlm.model.connection import Connection, Cost, Inputs
 from depthlm.model.edges import per_token
 from depthlm.model.figures import Figure
+from depthlm.model.settings import check, one_of
 from depthlm.model.shape import Backbone, Size, SublayerSpec
+
+# the initial weights of the skips
+C = {"paper": 1.0, "identity": 0.0}
 
 
 class State(NamedTuple):
@@ -27,14 +31,21 @@ class State(NamedTuple):
 
 
 class UnetSkip(Connection):
-    """A residual connection with one skip for each layer of the upper half, whose weight c is initially 1."""
+    """A residual connection with one skip for each layer of the upper half.
+
+    start: paper: the weights c are initially 1; identity: 0, so that the decoder initially equals vanilla.
+    """
 
     colour = "#66A61E"
     why_undefined = "its skips add whole hidden states, and their number grows with the depth"
     has_edges = True
+    identity_start = "start=identity"
 
-    def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
+    def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, start: str = "paper"):
         super().__init__(spec, size, backbone)
+        check(one_of(C, start=start))
+        self.start = start
+        self.identity_start = "" if start == "identity" else self.identity_start
         half = spec.num_layers // 2
         self.stores = spec.kind == "mlp" and spec.layer < half
         self.adds = spec.kind == "attention" and spec.layer >= spec.num_layers - half
@@ -44,7 +55,7 @@ class UnetSkip(Connection):
             self.cost = Cost(2.0 * size.hidden_size, 3.0 * size.hidden_size)
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
-        tensor.fill_(1.0)
+        tensor.fill_(C[self.start])
 
     def open(self, embedding_btd: Tensor) -> State:
         return State(embedding_btd)

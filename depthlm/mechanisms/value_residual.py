@@ -18,7 +18,8 @@ from depthlm.model.figures import Figure
 from depthlm.model.settings import check, one_of
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 
-START = 0.5
+# the initial a and b
+STARTS = {"paper": (0.5, 0.5), "identity": (1.0, 0.0)}
 
 
 class ValueResidual(SelfAttention):
@@ -26,26 +27,40 @@ class ValueResidual(SelfAttention):
 
     weights: learned: a and b of each layer, initially 1/2; fixed: both remain 1/2. A looped decoder has one layer 0,
         that of the first loop, so every layer has weights.
+    start: paper: as above; identity: a is initially 1, and b 0, so that the decoder initially equals vanilla. Needs
+        learned weights.
     """
 
+    identity_start = "start=identity"
     colour = "#1B9E77"
     has_edges = True
 
-    def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, weights: str = "learned"):
+    def __init__(
+        self,
+        spec: SublayerSpec,
+        size: Size,
+        backbone: Backbone,
+        weights: str = "learned",
+        start: str = "paper",
+    ):
         super().__init__(spec, size, backbone)
-        check(one_of(("learned", "fixed"), weights=weights))
+        check(one_of(("learned", "fixed"), weights=weights), one_of(STARTS, start=start))
+        if start == "identity" and weights == "fixed":
+            raise ValueError("start=identity: fixed weights remain 1/2; needs weights=learned")
+        self.start = start
+        self.identity_start = "" if start == "identity" else self.identity_start
         self.mixes = spec.layer > 0 or spec.loops > 1
         if self.mixes and weights == "learned":
             self.value_weights = nn.Parameter(torch.empty(2))
             self.fp32_parameters = ("value_weights",)
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
-        tensor.fill_(START)
+        tensor.copy_(torch.tensor(STARTS[self.start]))
 
     def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
         q, k, v = projected
         if depth:
-            a, b = getattr(self, "value_weights", (START, START))
+            a, b = getattr(self, "value_weights", STARTS["paper"])
             if self.edit is not None:
                 a, b = self.edited_weights(v, past)
             v = (a * v + b * depth[0][0]).to(v.dtype)
@@ -55,7 +70,7 @@ class ValueResidual(SelfAttention):
 
     def edited_weights(self, v_bkte: Tensor, past: AttentionContext) -> Tensor:
         """Return a and b of each token, as x_b1t1, that `edit` makes of the weights."""
-        weights = getattr(self, "value_weights", v_bkte.new_full((2,), START))
+        weights = getattr(self, "value_weights", v_bkte.new_tensor(STARTS["paper"]))
         ab_nbt = per_token(weights, v_bkte[:, 0])
         return self.edited(ab_nbt, ("source", "batch", "token"), past, (past.slot, 0), False)[:, :, None, :, None]
 

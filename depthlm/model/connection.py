@@ -60,6 +60,8 @@ class Connection(nn.Module):
     output_gain: the factor of the initial values, outputs and MLP matrices of the sublayer.
     accumulates: how many outputs of sublayers a read adds up: "sum": all before it; a number; None: undefined, for the
         reason `why_undefined`. `parametrization=completep` divides outputs by the growth of this number with the depth.
+    identity_start: the setting, such as "start=identity", with which a decoder initially computes what vanilla computes
+        with the same weights; "": it does; None: no setting does. A run with `init_from` logs it.
     is_compiled: whether torch.compile may compile `read` and `write` together with the sublayers beside them. They must
         then be short, without registered operators, and the same for all layers, on a state of constant length.
     has_edges: whether it passes the weights of its sources to `edited` before it uses them.
@@ -73,6 +75,7 @@ class Connection(nn.Module):
     output_gain = 1.0
     accumulates: Literal["sum"] | int | None = None
     why_undefined = "it does not say how many outputs a read adds up (Connection.accumulates)"
+    identity_start: str | None = None
     is_compiled = False
     has_edges = False
     edit: Edit | None = None

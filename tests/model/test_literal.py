@@ -71,6 +71,7 @@ ATTENTIONS = {
 }
 
 GRN = {"separate_qkv": False}
+IDENTITY = {"start": "identity"}
 TWO_STREAMS = {"num_streams": 2}
 # what models ship with
 INKLING = {"block_size": 3, "key_norm": "plain", "values": "normed", "scale": True}
@@ -103,7 +104,12 @@ CONNECTION_SETTINGS = [
     ("attention_residuals", {"heads": 2, "query": "input_dependent", "mixing": "sigmoid", "key_norm": "none"}),
     ("attention_residuals", {"block_size": 3, "values": "normed", "separate_qkv": [0, 1, 2, 3]}),
     ("attention_residuals", {"block_size": 2, "values": "normed", "query": "input_dependent", "mixing": "sigmoid"}),
+    ("attention_residuals", {"block_size": 3} | IDENTITY),
+    ("attention_residuals", INKLING | {"separate_qkv": 2} | IDENTITY),
+    ("attention_residuals", {"block_size": 1, "window": 2, "heads": 4} | IDENTITY),
+    ("attention_residuals", {"block_size": 3, "mixing": "scalars"} | IDENTITY),
     ("attention_residuals_recency", {}),
+    ("attention_residuals_recency", {"block_size": 3} | IDENTITY),
     ("attention_residuals_recency", {"block_size": 2}),
     ("attention_residuals_recency", {"block_size": 3}),
     ("attention_residuals_recency", {"block_size": 4}),
@@ -173,6 +179,8 @@ ATTENTION_SETTINGS = [
     ("depth_attention", {"stride": 1, "mixes": "key"}),
     ("depth_attention", {"stride": 1, "mixes": "key_value"}),
     ("depth_attention", {"stride": 1, "mixes": "key_value", "mixing": "uniform"}),
+    ("depth_attention", {"stride": 1, "mixes": "key_value"} | IDENTITY),
+    ("depth_attention", {"sources": "relative", "mixing": "uniform"} | IDENTITY),
     ("value_residual", {}),
     ("value_residual", {"weights": "fixed"}),
     ("shared_kv", {}),
@@ -190,6 +198,7 @@ ATTENTION_SETTINGS = [
     ("moda", {"slots": 3}),
     ("moda", {"slots": 1, "attn_kv": True}),
     ("moda", {"slots": 2, "ffn_kv": False}),
+    ("moda", {"attn_kv": True, "slots": 3} | IDENTITY),
 ]
 # one of each mechanism, for the backbones and the loops
 CONNECTION_OF_EACH = [
@@ -258,6 +267,8 @@ CASES = [
     # norms before and after every sublayer, and none
     case(("unet_skip", {}), num_layers=5),
     *(case((name, {}), loops=2, num_layers=2) for name in ("unet_skip", "embedding_skip", "mudd")),
+    *(case(attention=(name, IDENTITY), loops=2, num_layers=2, heads=(4, 2)) for name in ("depth_attention", "moda")),
+    case(attention=("moda", IDENTITY), backbone="delta and latent", num_layers=4),
     *(case(attention=(name, {}), loops=2, num_layers=3) for name in ("value_residual", "shared_kv")),
     case(("deepnorm", {}), backbone="none", num_layers=3),
     case(("mudd", {}), ("shared_kv", {"reuse": "upper_half"}), num_layers=3),

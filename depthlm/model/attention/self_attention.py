@@ -45,12 +45,14 @@ class SelfAttention(nn.Module):
     separate_inputs: whether the connection passes different tensors for q, k and v; the layer sets it.
     projects_kv: whether it has keys and values of its own; if not, it gets only the input of q.
     has_dropout: whether `attend` applies the dropout of its context to the attention weights, as `attend_to` does.
+    identity_start: as in `Connection`.
     colour: as in `Connection`; "": this attention reads only its own layer.
     has_edges, edit: as in `Connection`.
     """
 
     projects_kv = True
     has_dropout = True
+    identity_start: str | None = ""
     colour = ""
     has_edges = False
     edit: Edit | None = None

@@ -16,11 +16,14 @@ from torch import Tensor
 
 from depthlm.config import Config, ConfigError
 from depthlm.config.saved import compare
+from depthlm.config.schema import Model
 from depthlm.data import Tokenizer
 from depthlm.data.tokenizers import FILE_NAME
 from depthlm.distributed.process_group import on_rank_0
 from depthlm.errors import UserError
+from depthlm.mechanisms.residual import Residual
 from depthlm.model import Decoder
+from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.parameters import part_of, shape_of
 from depthlm.pretrained.folder import (
     Pretrained,
@@ -53,12 +56,34 @@ def import_weights(config: Config, model: Decoder) -> None:
     saved_model, model_name = (saved.get("model") or {}).get("name"), config.model.name
     if saved_model != model_name:
         log.info("the weights are from model %s, this run trains %s", saved_model, model_name)
+    for line in changed_functions(saved.get("model") or {}, config.model, model):
+        log.warning(line)
     if source.pretrained is not None:
         return
     # settings that change what weights of the same shape compute, such as the token ids or the angles of RoPE
     for part in ["model"] * (saved_model == model_name) + ["backbone", "size", "data"]:
         for key, words in compare(saved.get(part) or {}, current[part], f"{part}.").items():
             log.info("the weights were trained with another setting: %s: %s", key, words)
+
+
+def changed_functions(saved: Mapping[str, Any], configured: Model, model: Decoder) -> list[str]:
+    """Return a line for each part that is vanilla in the source and another in a decoder, where it does not
+    initially compute exactly the same, with the setting with which it does, if there is one.
+
+    saved: the model of the source, or a part of it; a part that it lacks is vanilla's.
+    """
+    layers = [layer.attention for layer in model.layers if isinstance(layer.attention, SelfAttention)]
+    parts = {"connection": (Residual, model.connections[0]), "attention": (SelfAttention, next(iter(layers), None))}
+    lines = []
+    for part, (vanilla, ours) in parts.items():
+        target = (saved.get(part) or {}).get("_target_", f".{vanilla.__name__}")
+        setting = None if ours is None else ours.identity_start
+        if ours is None or type(ours) is vanilla or target.rpartition(".")[2] != vanilla.__name__ or setting == "":
+            continue
+        advice = f"; with model.{part}.{setting} it does" if setting else ""
+        name = getattr(configured, part)["_target_"].rpartition(".")[2]
+        lines.append(f"with {name}, the decoder does not initially compute exactly what these weights did{advice}")
+    return lines
 
 
 class Source(NamedTuple):

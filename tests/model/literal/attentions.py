@@ -68,21 +68,24 @@ def depth_attention(
     sources: str = "anchored",
     mixing: str = "softmax",
     mixes: str = "value",
+    start: str = "paper",
 ) -> Heads:
     """arXiv 2606.05014, equations 2 to 4.
 
     alpha_j = softmax_j(qbar . k_j / sqrt(e));   vmix = alpha_self v + sum_j alpha_j vmix_j
+
+    With start=identity, (1 - g) v + g vmix, with a g for each key/value head.
     """
     layers, group = len(m.attending), len(now.q[0]) // len(now.k[0])
     stride = stride or max(1, layers // 2)
-    start = len(before) // layers * layers
-    this_loop = before[start:]
+    first = len(before) // layers * layers
+    this_loop = before[first:]
     if sources == "anchored":
         chosen = [j for j in range(now.layer) if j % stride == 0]
     else:
         chosen = [j for j in range(now.layer) if (now.layer - j) % stride == 0]
     # from the earlier loops: the same layer
-    others = [this_loop[j] for j in chosen] + [one for one in before[:start] if one.layer == now.layer]
+    others = [this_loop[j] for j in chosen] + [one for one in before[:first] if one.layer == now.layer]
 
     for t in range(len(now.q)):
         now.k_seen.append([])
@@ -96,6 +99,10 @@ def depth_attention(
                 alpha = [torch.tensor(1 / len(keys), dtype=own_k.dtype)] * len(keys)
             else:
                 alpha = softmax([torch.dot(qbar, key) / math.sqrt(len(key)) for key in keys])
+            if start == "identity" and others:
+                gate = m.p[f"layers.{now.place}.attention.gate"][g]
+                alpha = [gate * one for one in alpha]
+                alpha[-1] = alpha[-1] + 1 - gate
             now.k_seen[t].append(own_k if mixes == "value" else weighted_sum(alpha, keys))
             now.v_seen[t].append(own_v if mixes == "key" else weighted_sum(alpha, values))
     return causal(m, now.q, now.k_seen, now.v_seen)
@@ -110,8 +117,12 @@ def moda(
     attn_kv: bool = False,
     last_layer_kv: bool = False,
     slots: int | None = None,
+    start: str = "paper",
 ) -> Heads:
-    """arXiv 2603.15619: one softmax over all tokens so far and over the depth entries of the current token."""
+    """arXiv 2603.15619: one softmax over all tokens so far and over the depth entries of the current token.
+
+    With start=identity, (1 - g) x + g of it, with a g for each query head and x from the tokens alone.
+    """
 
     def projected(layer: int, kind: str, k_in: Tensor, v_in: Tensor, t: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return projected keys and values. Keys get the layer's K-norm, and RoPE at their position."""
@@ -139,7 +150,15 @@ def moda(
         return found if slots is None else found[max(0, len(found) - slots) :]
 
     entries = [entries_of(t) for t in range(len(now.q))]
-    return causal(m, now.q, now.k, now.v, lambda t, g: [(keys[g], values[g]) for keys, values in entries[t]])
+    contexts = causal(m, now.q, now.k, now.v, lambda t, g: [(keys[g], values[g]) for keys, values in entries[t]])
+    if start == "paper" or not entries[0]:
+        return contexts
+    gates = m.p[f"layers.{now.place}.attention.gate"]
+    alone = causal(m, now.q, now.k, now.v)
+    return [
+        [(1 - g) * x + g * o for g, x, o in zip(gates, *heads, strict=True)]
+        for heads in zip(alone, contexts, strict=True)
+    ]
 
 
 def value_residual(m: Model, now: Pass, before: list[Pass], weights: str = "learned") -> Heads:

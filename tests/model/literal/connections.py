@@ -34,6 +34,14 @@ def denseformer(m: Model, s: int, x_0: Tensor, f: list[Tensor], period: int = 1,
     return [y if s % 2 == 0 else y + f[s - 1]]
 
 
+def gated(m: Model, s: int, x_0: Tensor, f: list[Tensor], start: str, inputs: list[Tensor]) -> list[Tensor]:
+    """With start=identity, (1 - g) x + g h of each input h, where x is the embedding plus all outputs."""
+    if start == "paper":
+        return inputs
+    gates = list(m.p[f"connections.{s}.gate"])
+    return [(1 - g) * sum(f, x_0) + g * h for g, h in zip(gates, inputs, strict=True)]
+
+
 def attention_residuals(
     m: Model,
     s: int,
@@ -48,6 +56,7 @@ def attention_residuals(
     window: int | None = None,
     heads: int = 1,
     separate_qkv: int | list[int] | None = None,
+    start: str = "paper",
 ) -> list[Tensor]:
     """h = sum_j alpha_j b_j, alpha = softmax_j(w . RMSNorm(b_j)), arXiv 2603.15031.
 
@@ -65,7 +74,7 @@ def attention_residuals(
         b = b[:1] + b[1:][-window:]
     own = f"connections.{s}"
     if mixing == "scalars":
-        return [weighted_sum(softmax(list(m.p[f"{own}.scores"])), b)]
+        return gated(m, s, x_0, f, start, [weighted_sum(softmax(list(m.p[f"{own}.scores"])), b)])
     normed = [rms_normed(m, b_j) for b_j in b]
     inputs = []
     for read in range(reads):
@@ -82,15 +91,15 @@ def attention_residuals(
                 scores = [factor * torch.dot(part, key) for key in parts[: len(b)]]
                 alpha = softmax(scores) if mixing == "softmax" else [torch.sigmoid(score) for score in scores]
                 slices.append(weighted_sum(alpha, parts[len(b) :]))
-            return [torch.cat(slices)]
+            return gated(m, s, x_0, f, start, [torch.cat(slices)])
         scores = [torch.dot(w, key) / (math.sqrt(len(w)) if scale else 1) for key in keys]
         alpha = softmax(scores) if mixing == "softmax" else [torch.sigmoid(score) for score in scores]
         inputs.append(weighted_sum(alpha, normed if values == "normed" else b))
-    return inputs
+    return gated(m, s, x_0, f, start, inputs)
 
 
 def attention_residuals_recency(
-    m: Model, s: int, x_0: Tensor, f: list[Tensor], block_size: int | None = None
+    m: Model, s: int, x_0: Tensor, f: list[Tensor], block_size: int | None = None, start: str = "paper"
 ) -> list[Tensor]:
     """Attention Residuals over the embedding, snapshots of the running sum, and the sum itself with a learned bonus.
 
@@ -107,7 +116,7 @@ def attention_residuals_recency(
     own = f"connections.{s}"
     scores = [torch.dot(m.p[f"{own}.query"], rms_normed(m, b_j) * m.p[f"{own}.key_norm"]) for b_j in b]
     scores[-1] = scores[-1] + m.p[f"{own}.recency"][0]
-    return [weighted_sum(softmax(scores), b)]
+    return gated(m, s, x_0, f, start, [weighted_sum(softmax(scores), b)])
 
 
 def dca(

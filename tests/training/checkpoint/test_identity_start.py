@@ -1,0 +1,283 @@
+"""Which mechanisms compute what vanilla computes, with vanilla's weights: as they are, with a setting, or with none."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import depthlm
+from depthlm.config import Config
+from depthlm.inspect import collect
+from depthlm.locations import CONF
+from depthlm.mechanisms.depth_attention import DepthAttention
+from depthlm.mechanisms.hyper_connections import HyperConnections
+from depthlm.mechanisms.moda import Moda
+from depthlm.mechanisms.residual import Residual
+from depthlm.model import Decoder
+from depthlm.model.attention.self_attention import SelfAttention
+from depthlm.training.checkpoint import init_from
+from depthlm.training.checkpoint.init_from import Source, import_weights
+
+from ...options import option
+
+PLAIN = {"connection": "residual", "attention": "self_attention"}
+SHAPE = {
+    "num_layers": 4, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_size": 8,
+    "vocab_size": 320,
+}  # fmt: skip
+TOKENS = torch.randint(0, 320, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def presets() -> list[Any]:
+    """Return the name and the parts of every preset and of every connection without one."""
+    found = {}
+    for path in sorted((CONF / "model").glob("*.yaml")):
+        preset = option("model", path.stem)
+        names = {
+            part: name for default in preset["defaults"] if isinstance(default, dict) for part, name in default.items()
+        }
+        found[path.stem] = {part: option(f"model/{part}", names[part]) | preset.get(part, {}) for part in PLAIN}
+    for path in sorted((CONF / "model/connection").glob("*.yaml")):
+        if path.stem not in found and path.stem != "residual":
+            found[path.stem] = parts(connection=option("model/connection", path.stem))
+    return [pytest.param(model, id=name) for name, model in found.items()]
+
+
+def parts(**changed: dict[str, Any]) -> dict[str, Any]:
+    return {part: option(f"model/{part}", name) for part, name in PLAIN.items()} | changed
+
+
+@pytest.fixture(scope="module")
+def base() -> Config:
+    config = depthlm.compose(["size=micro", "data.tokenizer=bytes", "precision=fp32"])
+    # a larger std than that of the size, so that every part affects the logits
+    return replace(config, size=replace(config.size, **SHAPE, init_std=0.1))
+
+
+@pytest.fixture(scope="module")
+def vanilla(base: Config) -> Decoder:
+    return depthlm.build_model(replace(base, seed=5)).double()
+
+
+@pytest.fixture
+def started(base: Config, vanilla: Decoder, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Build a decoder and import the weights of vanilla, as a run with `init_from` does."""
+    save_file(vanilla.state_dict(), tmp_path / "model.safetensors")
+    saved = {"model": asdict(base.model), "backbone": asdict(base.backbone), "size": asdict(base.size)}
+    # without a process group
+    monkeypatch.setattr(init_from, "on_rank_0", lambda find: Source(tmp_path, saved))
+
+    def start(model: dict[str, Any], loops: int = 1) -> Decoder:
+        config = replace(base, model=replace(base.model, name="other", loops=loops, **model), init_from=str(tmp_path))
+        decoder = depthlm.build_model(config).double()
+        import_weights(config, decoder)
+        return decoder
+
+    return start
+
+
+def setting_of(decoder: Decoder) -> tuple[str, str | None]:
+    """Return the part of a decoder that is not vanilla's, and the setting with which it starts as vanilla."""
+    connection, attention = decoder.connections[0], decoder.layers[0].attention
+    if isinstance(connection, Residual):
+        return "attention", attention.identity_start
+    return "connection", connection.identity_start
+
+
+def with_setting(model: dict[str, Any], part: str, setting: str) -> dict[str, Any]:
+    name, _, value = setting.partition("=")
+    return model | {part: model[part] | {name: float(value) if value[0].isdigit() else value}}
+
+
+@pytest.mark.parametrize("model", presets())
+def test_a_mechanism_says_how_it_starts_as_vanilla(
+    started: Any, vanilla: Decoder, model: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    if "shared_kv" in model["attention"]["_target_"]:
+        with pytest.raises(depthlm.errors.UserError, match="no such parameter"):
+            started(model)
+        return
+    caplog.set_level(logging.WARNING)
+    decoder, expected = started(model), vanilla(TOKENS)
+    part, setting = setting_of(decoder)
+    same = torch.allclose(decoder(TOKENS), expected, rtol=0, atol=1e-9)
+    assert same == (setting == "")
+    assert ("does not initially compute" in caplog.text) == (setting != "")
+    if setting:
+        assert f"with model.{part}.{setting} it does" in caplog.text
+        caplog.clear()
+        decoder = started(with_setting(model, part, setting))
+        assert setting_of(decoder)[1] == ""
+        # the biases of mhc are in fp32, and each sublayer reduces its streams by res_eps
+        tolerance = 1e-12 if "mhc" not in model[part]["_target_"] else 1e-9 + 100 * model[part]["res_eps"]
+        torch.testing.assert_close(decoder(TOKENS), expected, rtol=0, atol=tolerance)
+        assert "does not initially compute" not in caplog.text
+
+
+IDENTITY = {"start": "identity"}
+GATED = [
+    ("connection", "attention_residuals", {}),
+    ("connection", "attention_residuals", {"window": 2, "heads": 4}),
+    ("connection", "attention_residuals", {"block_size": 3, "values": "normed", "separate_qkv": 2}),
+    ("connection", "attention_residuals", {"mixing": "sigmoid", "query": "input_dependent"}),
+    ("connection", "attention_residuals_recency", {}),
+    ("attention", "depth_attention", {"stride": 1, "mixes": "key_value"}),
+    ("attention", "moda", {"attn_kv": True, "slots": 3}),
+]
+CASES = [pytest.param(p, name, settings, id=f"{name} {settings}") for p, name, settings in GATED]
+
+
+@pytest.mark.parametrize(("part", "name", "settings"), CASES)
+def test_gates_are_learned_from_the_first_step_and_then_what_is_behind_them(
+    started: Any, vanilla: Decoder, part: str, name: str, settings: dict[str, Any]
+) -> None:
+    model = parts(**{part: option(f"model/{part}", name) | settings | IDENTITY})
+    decoder = started(model)
+    torch.testing.assert_close(decoder(TOKENS), vanilla(TOKENS), rtol=0, atol=1e-12)
+    if part == "connection":
+        assert decoder.connections[0].accumulates == "sum"
+    groups = depthlm.model.optimizer_groups(decoder, 0.1)
+    decays = {key: group["weight_decay"] for group in groups for key in group["names"] if key.endswith(".gate")}
+    first = gradients(decoder)
+    gates = {key: gradient for key, gradient in first.items() if key.endswith(".gate")}
+    behind = [
+        key for key in first if not gates.keys() & {key} and key not in vanilla.state_dict() and "norm." not in key
+    ]
+    assert decays == dict.fromkeys(gates, 0.0)
+    # the only source of the first read is the residual stream. With queries of zero, the others would be below 1e-5,
+    # since the norm of a sublayer removes the factor between the mean of the sources and the stream
+    largest = sorted(gradient.abs().max().item() for key, gradient in gates.items() if key != "connections.0.gate")
+    assert largest[0] > 0
+    assert largest[len(largest) // 2] > 1e-4
+    assert not any(first[key].any() for key in behind)
+    with torch.no_grad():
+        for key in gates:
+            decoder.get_parameter(key).fill_(0.3)
+    second = gradients(decoder)
+    assert sum(bool(second[key].any()) for key in behind if ".key_norm" not in key) >= len(behind) / 3
+
+
+def gradients(decoder: Decoder) -> dict[str, Tensor]:
+    decoder.zero_grad()
+    sums = decoder(TOKENS[:, :-1], TOKENS[:, 1:])
+    (sums.nll / sums.tokens).backward()
+    return {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in decoder.named_parameters()}
+
+
+@pytest.mark.parametrize(("part", "name", "settings"), CASES)
+def test_open_gates_work_with_loops_a_cache_documents_recomputation_and_given_weights(
+    started: Any, part: str, name: str, settings: dict[str, Any]
+) -> None:
+    decoder = started(parts(**{part: option(f"model/{part}", name) | settings | IDENTITY}), loops=2)
+    opened = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in decoder.named_parameters():
+            if key.startswith("connections.") or key.endswith("attention.gate"):
+                parameter += 0.3 * torch.randn(parameter.shape, generator=opened, dtype=torch.float64)
+        cache, expected = decoder.make_cache(), decoder(TOKENS)
+        pieces = [decoder(piece, cache=cache) for piece in TOKENS.split((5, 1, 6), dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=0, atol=1e-9)
+    documents = TOKENS.clamp(min=1).masked_fill(torch.arange(12) == 4, 0)
+    with torch.no_grad():
+        alone = torch.cat([decoder(piece) for piece in documents.split((5, 7), dim=1)], dim=1)
+        decoder.end_of_text = 0
+        torch.testing.assert_close(decoder(documents), alone, rtol=0, atol=1e-9)
+        decoder.end_of_text = None
+    if part == "connection":
+        assert_linear_reads(decoder)
+    plain = gradients(decoder)
+    decoder.checkpoint_activations()
+    for key, gradient in gradients(decoder).items():
+        torch.testing.assert_close(gradient, plain[key], rtol=1e-9, atol=1e-9)
+
+
+def assert_linear_reads(decoder: Decoder) -> None:
+    """With its weights as constants, a read gives the same inputs, and is linear in the outputs of sublayers."""
+    generator = torch.Generator().manual_seed(2)
+    one, two = torch.randn(2, len(decoder.connections), 1, 3, 32, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        weights = [c.weights(state) for c, state in zip(decoder.connections, states(decoder, one), strict=True)]
+        sums = reads(decoder, one + two, weights)
+        for part, other, total in zip(reads(decoder, one, weights), reads(decoder, two, weights), sums, strict=True):
+            torch.testing.assert_close(part + other, total)
+        for given, read in zip(reads(decoder, one, weights), reads(decoder, one, [None] * len(weights)), strict=True):
+            torch.testing.assert_close(given, read)
+
+
+def states(decoder: Decoder, outputs: Tensor) -> list[Any]:
+    found = [decoder.connections[0].open(outputs[0])]
+    for connection, output in zip(list(decoder.connections)[:-1], outputs[1:], strict=True):
+        found.append(connection.write(found[-1], output, connection.read(found[-1])[1]))
+    return found
+
+
+def reads(decoder: Decoder, outputs: Tensor, weights: Sequence[Any]) -> list[Tensor]:
+    found = []
+    for connection, state, given in zip(decoder.connections, states(decoder, outputs), weights, strict=True):
+        found += connection.read(state, given)[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "settings", "message"),
+    [
+        ("attention", "value_residual", {"weights": "fixed"}, "needs weights=learned"),
+        ("connection", "mhc", {"num_streams": 1}, "1 / num_streams - pre_eps"),
+        ("connection", "mhc", {"collapse": "sum"}, "a collapse other than sum"),
+        ("connection", "mhc", {"post_scale": 1.0}, "between 0 and 1"),
+        ("connection", "attention_residuals", {"start": "zero"}, "start=zero: must be one of paper, identity"),
+    ],
+)
+def test_a_start_that_cannot_be_vanillas_is_refused(
+    base: Config, part: str, name: str, settings: dict[str, Any], message: str
+) -> None:
+    model = parts(**{part: option(f"model/{part}", name) | IDENTITY | settings})
+    with pytest.raises(ValueError, match=message):
+        depthlm.build_model(replace(base, model=replace(base.model, **model)))
+
+
+@pytest.mark.parametrize(
+    ("ours", "settings"),
+    [(DepthAttention, {"stride": 1}), (DepthAttention, {"stride": 1, "mixing": "uniform"}), (Moda, {})],
+)
+def test_the_figures_draw_the_weights_with_their_gates(base: Config, ours: Any, settings: dict[str, Any]) -> None:
+    name = "moda" if ours is Moda else "depth_attention"
+    model = parts(attention=option("model/attention", name) | settings | IDENTITY)
+    decoder = depthlm.build_model(replace(base, model=replace(base.model, **model)))
+    depths: dict[int, Any] = {}
+
+    class Watch(depthlm.model.Observer):
+        def attend(self, spec: Any, attention: SelfAttention, projected: Any, depth: Any, past: Any) -> None:
+            depths[spec.layer] = attention, attention.figures(projected, depth, past)
+
+    # layers without a gate have the same axes
+    assert collect(decoder, [TOKENS])[0]
+    share = {}
+    for gate in (0.0, 0.25, 1.0):
+        with torch.no_grad():
+            for layer in decoder.layers[1:]:
+                layer.attention.gate.fill_(gate)
+            decoder(TOKENS, observer=Watch())
+        figures = {figure.name: figure for figure in depths[1][1]}
+        of_depth = figures["depth_total"].values if ours is Moda else figures["weights"].values[:-1].sum(0)
+        if ours is DepthAttention:
+            torch.testing.assert_close(figures["weights"].values.sum(0), torch.ones_like(of_depth))
+        share[gate] = of_depth.mean().item()
+    assert share[0.0] == 0
+    assert share[1.0] > 0.05
+    if ours is DepthAttention:
+        # later layers see other values, but layer 1 has the same queries and keys
+        assert share[0.25] == pytest.approx(share[1.0] / 4)
+
+
+def test_streams_that_are_summed_do_not_start_as_vanilla(base: Config, vanilla: Decoder, started: Any) -> None:
+    model = parts(connection=option("model/connection", "hyper_connections") | {"collapse": "sum"})
+    decoder = started(model)
+    assert isinstance(decoder.connections[0], HyperConnections)
+    assert decoder.connections[0].identity_start is None
+    assert not torch.allclose(decoder(TOKENS), vanilla(TOKENS), rtol=0, atol=1e-9)
