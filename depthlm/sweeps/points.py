@@ -220,6 +220,8 @@ def _combined(
 
     selecting: keys whose overrides only select lines. These keep the experiment's spelling of the values, so that their
     run directories are those of the whole sweep. earlier: the points that it may start from, by label and seed.
+
+    Raises ConfigError if the point that it starts from does not have its seed.
     """
     # a seed applies to lines without one
     ignored = selecting if "seed" in line.settings else selecting - {"seed"}
@@ -231,7 +233,11 @@ def _combined(
         if key in chosen:
             continue
         if value.startswith("@"):
-            value = earlier[value[1:], settings.get("seed")].directory
+            seed = settings.get("seed")
+            if (value[1:], seed) not in earlier:
+                seeds = [other or "the default" for label, other in earlier if label == value[1:]]
+                raise ConfigError([f"{key}={value}: that point has no seed {seed}; its seeds: {listed(seeds)}"])
+            value = earlier[value[1:], seed].directory
             follows = True
         texts.append(f"{key}={value}")
     return Point(texts, settings, line.parts, line.paper, follows, config_dir, line.defaults, line.spreads)
