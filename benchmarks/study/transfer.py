@@ -22,7 +22,7 @@ from depthlm.report.tables import DASH, Cell, Table, markdown, number_text
 from depthlm.runs.plots import MARKERS, grid, save, subplots
 
 PAGE = RESULTS / "transfer.md"
-COORDINATES = FOLDER / "coordinate-check-epyc-2-cores.json"
+COORDINATES = FOLDER / "coordinate-check-xeon-2-cores.json"
 BASE, LABELS = "base size", ("standard", "CompleteP")
 TASKS = (BASE, "width x 2", "width x 4", "depth x 2", "depth x 4")
 
