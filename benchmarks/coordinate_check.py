@@ -28,11 +28,10 @@ from depthlm.runs.plots import HUES, MARKERS, grid, legend_below, log_ticks, sav
 # an eighth of the best rate, since ten steps at the best one change the final hidden state as far as its norm allows
 BASE = ["size=nano_60k", "data=stdlib", "data.tokenizer=bytes", "precision=fp32", "tracker=none", "optimizer.lr=3e-3"]
 BATCH, LENGTH = 8, 64
-# factors of the base size
-WIDTHS, DEPTHS = (1, 2, 4, 8), (1, 2, 4, 8)
 PARAMETRIZATIONS = ("standard", "mup", "completep")
 PARTS = ("outputs", "hidden", "logits")
-AXES = {"width": WIDTHS, "depth": DEPTHS}
+# multiples of the base size's
+AXES = {"width": (1, 2, 4, 8), "depth": (1, 2, 4, 8)}
 
 
 def scaled(size: Size, axis: str, factor: int) -> Size:
@@ -57,10 +56,11 @@ class Outputs(Observer):
 def activations(model: Decoder, tokens_bt: Tensor) -> dict[str, Tensor]:
     """Return what the figure compares, by part."""
     observer = Outputs()
-    # without the weight of the final norm, which includes the factor of the logits
-    hidden_btd = rms_norm(model.hidden(tokens_bt, observer=observer), None, model.backbone.norm_eps)
+    hidden_btd = model.hidden(tokens_bt, observer=observer)
     assert isinstance(observer.total, Tensor)
-    return {"outputs": observer.total, "hidden": hidden_btd, "logits": model(tokens_bt)}
+    # without the weight of the final norm, which includes the factor of the logits
+    normed_btd = rms_norm(hidden_btd, None, model.backbone.norm_eps)
+    return {"outputs": observer.total, "hidden": normed_btd, "logits": model.logits(hidden_btd)}
 
 
 def changes(config: Config, batches: list[Tensor]) -> dict[str, float]:

@@ -50,8 +50,9 @@ def parametrize_as(config: Config, model: Decoder) -> None:
     same_depth = replace(base, num_layers=config.size.num_layers)
     with torch.device("meta"):
         narrow = Decoder(same_depth, config.backbone, connection, attention, loops=config.model.loops)
-        first = connection(SublayerSpec(0, "attention", config.model.loops * base.num_layers), base, config.backbone)
-    parametrize(model, narrow, name, first)
+        spec = SublayerSpec(0, "attention", config.model.loops * base.num_layers)
+        base_connection = connection(spec, base, config.backbone)
+    parametrize(model, narrow, name, base_connection)
 
 
 def draw_weights(config: Config, model: Decoder, device: str | torch.device) -> None:

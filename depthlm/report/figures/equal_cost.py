@@ -23,20 +23,20 @@ def draw_costs(sweep: Sweep, rows: Sequence[Row], costs: Mapping[str, Column], p
     for empty in panels[len(shown) :]:
         empty.remove()
     for panel, cost in zip(panels, shown, strict=False):
-        front: list[tuple[float, float]] = []
+        every_point: list[tuple[float, float]] = []
         for each, style in zip(series, styles, strict=True):
             points = [
                 (x.mean, y.mean)
                 for row in each.rows
                 if (x := measured(row, cost)) is not None and (y := measured(row, column)) is not None
             ]
-            front += points
+            every_point += points
             panel.plot(
                 [x for x, _ in points], [y for _, y in points], style.marker, color=style.colour,
                 ms=7, mec="white", mew=0.6, label=short(each.name), zorder=3,
             )  # fmt: skip
-        best = pareto_front(front, lower=column.better == "lower")
-        panel.plot([x for x, _ in best], [y for _, y in best], color="#999999", lw=1.2, drawstyle="steps-post")
+        front = pareto_front(every_point, lower=column.better == "lower")
+        panel.plot([x for x, _ in front], [y for _, y in front], color="#999999", lw=1.2, drawstyle="steps-post")
         panel.set_xscale("log")
         log_ticks(panel.xaxis, panel.get_xlim(), counts=True)
         panel.set_xlabel(cost.title)
