@@ -44,7 +44,7 @@ STUDY = (
     "sensitivity_depth",
     "sensitivity_rate_dca",
 )
-EXPERIMENTS = (*STUDY, "transfer")
+EXPERIMENTS = (*STUDY, "transfer", "depth")
 # experiments whose loss curves are drawn
 CURVES = ("scaling",)
 BINS = 48
