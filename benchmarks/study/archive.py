@@ -1,4 +1,4 @@
-"""The committed records of the runs of docs/results, one JSON Lines file per experiment, and differences between them.
+"""The committed records of the runs of docs/results, one JSON Lines file per experiment.
 
     python benchmarks/study/archive.py              # adds the complete runs to the records
     python benchmarks/study/archive.py --missing    # prints the overrides of each run that has no record yet
@@ -12,9 +12,8 @@ trained; those of CURVES also have their training losses, in at most BINS means.
 import argparse
 import itertools
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +23,7 @@ from depthlm.config import Config, compose_anywhere
 from depthlm.config.keys import flatten, on_resume
 from depthlm.config.saved import load_config
 from depthlm.files import replace_text
-from depthlm.report.rows import Measured, Row, by_seed, difference, gather, measured, over_seeds, pooled
+from depthlm.report.rows import Row, gather
 from depthlm.report.sweep import Sweep, read_sweep
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import COMPLETE, FAILED, WAITING, RunRecord, read_run, training_loss
@@ -50,7 +49,7 @@ CURVES = ("scaling",)
 BINS = 48
 # the numbers of a summary that are recorded
 NUMBERS = ("parameters", "steps", "tokens", "training_loss", "validation_loss", "validation_perplexity",
-           "forward_flops_per_token", "training_flops", "skipped")  # fmt: skip
+           "forward_flops_per_token", "training_flops", "wall_seconds", "skipped")  # fmt: skip
 # names and defaults of other keys, which decide no loss themselves
 IGNORED = ("size.lr", "size.name", "size.sequence_length", "budget.name")
 
@@ -90,10 +89,12 @@ def binned(rows: Sequence[dict[str, Any]]) -> list[list[float]]:
 def study_sweeps() -> dict[str, Sweep]:
     """Return the sweep of each experiment of the study, with its committed runs."""
     times = training_times()
-    return {
-        experiment: read_sweep([f"experiment=depthlm/{experiment}"], read=partial(_record, lines_of(experiment), times))
-        for experiment in STUDY
-    }
+    return {experiment: sweep_of(experiment, times) for experiment in STUDY}
+
+
+def sweep_of(experiment: str, times: Mapping[tuple[int, int, str], float] | None = None) -> Sweep:
+    """Return the sweep of an experiment, with its committed runs. times: as `training_times` returns them."""
+    return read_sweep([f"experiment=depthlm/{experiment}"], read=partial(_record, lines_of(experiment), times or {}))
 
 
 def rows_of(experiment: str) -> list[Row]:
@@ -114,7 +115,7 @@ def training_times() -> dict[tuple[int, int, str], float]:
     return times
 
 
-def _record(lines: dict[str, Any], times: dict[tuple[int, int, str], float], name: str) -> RunRecord:
+def _record(lines: dict[str, Any], times: Mapping[tuple[int, int, str], float], name: str) -> RunRecord:
     directory = Path(name)
     line = lines.get(directory.name)
     if line is None:
@@ -134,102 +135,6 @@ def _recorded_or_read(lines: dict[str, Any], name: str) -> RunRecord:
     """Return the record of a run from its line, or from its directory if it has none."""
     run = _record(lines, {}, name)
     return read_run(name) if run.state == WAITING else run
-
-
-def values_of(sweep: Sweep, key: str) -> list[str]:
-    """Return the values of a setting, in the order of the rows."""
-    return list(dict.fromkeys(row.settings[key] for row in sweep.rows))
-
-
-def row_of(sweep: Sweep, **settings: str) -> Row:
-    """Return the row with these settings; `__` in a name stands for a dot."""
-    wanted = {name.replace("__", "."): value for name, value in settings.items()}
-    return next(row for row in sweep.rows if wanted.items() <= row.settings.items())
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A difference of losses with its 95% interval, over `count` seeds. strict: whether a wider interval excludes 0."""
-
-    mean: float
-    low: float
-    high: float
-    count: int
-    strict: bool
-
-    @property
-    def arms(self) -> list[list[float]]:
-        """The lengths of its error bar below and above the mean, as matplotlib takes them."""
-        return [[self.mean - self.low], [self.high - self.mean]]
-
-
-def corrected(comparisons: int) -> float:
-    """Return the level of an interval with Bonferroni's correction for the comparisons of its table."""
-    return 1 - 0.05 / comparisons
-
-
-def relative_differences(
-    sweep: Sweep, pairs: Sequence[tuple[Row, Row]], level: float
-) -> tuple[list[Difference | None], Difference | None]:
-    """Return the difference of each pair of rows, in nats per token, and the mean over all their runs, in percent.
-
-    The deviation of the log ratios is pooled over the pairs. level: of the wider interval. The laws and the factors use
-    the same log ratios.
-    """
-    column = sweep.first[1]
-    log_ratios = [difference(row, reference, column, math.log) for row, reference in pairs]
-    # without a common seed, there is nothing to pair
-    log_ratios = pooled([number if number is not None and number.count else None for number in log_ratios])
-    bases = [measured(reference, column) for _, reference in pairs]
-    each = [
-        None if base is None else _with_interval(number, level, lambda log, loss=base.mean: loss * math.expm1(log))
-        for number, base in zip(log_ratios, bases, strict=True)
-    ]
-    known = [number for number in log_ratios if number is not None]
-    if not known:
-        return each, None
-    seeds = sum(number.count for number in known)
-    mean = sum(number.count * number.mean for number in known) / seeds
-    return each, _with_interval(replace(known[0], mean=mean, count=seeds), level, lambda log: 100 * math.expm1(log))
-
-
-def minus(values: Mapping[str, float], reference: Mapping[str, float]) -> dict[str, float]:
-    """Return the differences of numbers by seed, of the seeds that both have."""
-    return {seed: values[seed] - reference[seed] for seed in values if seed in reference}
-
-
-def paired_difference(differences: Mapping[str, float], level: float) -> Difference | None:
-    """Return the mean of differences by seed, with their deviation; None without two seeds."""
-    return _with_interval(over_seeds(list(differences.values())), level, float)
-
-
-def gaps_to_vanilla(sweep: Sweep, key: str, value: str) -> dict[str, dict[str, float]]:
-    """Return vanilla's losses at one value of a setting, and by how much the other models' exceed them, by seed."""
-    losses = {row.settings["model"]: by_seed(row, sweep.first[1]) for row in sweep.rows if row.settings[key] == value}
-    vanilla = losses.pop("vanilla")
-    return {"vanilla": vanilla} | {model: minus(by_model, vanilla) for model, by_model in losses.items()}
-
-
-def rate_changes(sweep: Sweep) -> tuple[str, list[str], dict[str, list[Difference | None]]]:
-    """Return the learning rate of the study, the others tried, and by how much each changes the loss of each model."""
-    models = values_of(sweep, "model")
-    rate = f"{compose_anywhere([f'size={sweep.configs[0].size.name}']).size.lr:g}"
-    others = [other for other in values_of(sweep, "optimizer.lr") if other != rate]
-    losses = {(row.settings["model"], row.settings["optimizer.lr"]): by_seed(row, sweep.first[1]) for row in sweep.rows}
-    level = corrected(len(models) * len(others))
-    changes = {
-        model: [paired_difference(minus(losses[model, other], losses[model, rate]), level) for other in others]
-        for model in models
-    }
-    return rate, others, changes
-
-
-def _with_interval(number: Measured | None, level: float, nats: Callable[[float], float]) -> Difference | None:
-    """Return a number with its intervals; None without a deviation. nats: turns it into a difference of losses."""
-    if number is None or (half := number.interval) is None or (wide := number.half_width(level)) is None:
-        return None
-    ends = nats(number.mean - half), nats(number.mean + half)
-    return Difference(nats(number.mean), *ends, number.count, abs(number.mean) > wide)
 
 
 def line_of(point: Point) -> dict[str, Any] | None:

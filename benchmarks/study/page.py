@@ -9,19 +9,18 @@ import itertools
 import re
 from collections.abc import Mapping
 
-from benchmarks.study.archive import (
-    RESULTS,
-    Difference,
+from benchmarks.study.archive import RESULTS, lines_of, study_sweeps
+from benchmarks.study.differences import (
     corrected,
+    difference_cell,
     gaps_to_vanilla,
-    lines_of,
     minus,
     paired_difference,
     rate_changes,
     relative_differences,
     row_of,
-    study_sweeps,
     values_of,
+    with_deviation,
 )
 from benchmarks.study.pictures import draw_all
 from depthlm.accounting.cost import count_parameters
@@ -29,10 +28,10 @@ from depthlm.build import build_model
 from depthlm.config.experiment import Column
 from depthlm.config.schema import run_steps
 from depthlm.files import replace_text
-from depthlm.report.rows import Measured, measured, over_seeds
+from depthlm.report.rows import measured, over_seeds
 from depthlm.report.scaling_laws import NEEDS, VIEWS, curves, fit_table, needed_text, savings
 from depthlm.report.sweep import Sweep
-from depthlm.report.tables import DASH, Cell, Table, cells, markdown, number_text, signed_text
+from depthlm.report.tables import DASH, Cell, Table, cells, markdown, number_text
 from depthlm.runs.records import COMPLETE
 
 PAGE = RESULTS / "README.md"
@@ -146,15 +145,8 @@ def losses(sweep: Sweep) -> Table:
     table: list[list[Cell]] = []
     for model in values_of(sweep, "model"):
         rows = (row_of(sweep, model=model, size=size) for size in sizes)
-        table.append(cells([model, *(_with_deviation(measured(row, column)) for row in rows)]))
+        table.append(cells([model, *(with_deviation(measured(row, column)) for row in rows)]))
     return Table(["validation loss", *sizes], table)
-
-
-def _with_deviation(number: Measured | None) -> str:
-    if number is None:
-        return DASH
-    deviation = "" if number.deviation is None else f" ± {number_text(number.deviation, 3)}"
-    return f"{number_text(number.mean, 3)}{deviation}"
 
 
 def _against(sweep: Sweep, title: str, models: dict[str, tuple[str, str]]) -> Table:
@@ -168,17 +160,9 @@ def _against(sweep: Sweep, title: str, models: dict[str, tuple[str, str]]) -> Ta
         pairs = [(row_of(sweep, model=model, size=s), row_of(sweep, model=reference, size=s)) for s in sizes]
         each, overall = relative_differences(sweep, pairs, level)
         planned = [len(row.points) for row, _ in pairs]
-        differing = [_difference_cell(number, seeds) for number, seeds in zip(each, planned, strict=True)]
-        table.append([Cell(label), *differing, _difference_cell(overall, sum(planned), 2)])
+        differing = [difference_cell(number, seeds) for number, seeds in zip(each, planned, strict=True)]
+        table.append([Cell(label), *differing, difference_cell(overall, sum(planned), 2)])
     return Table([title, *sizes, "all sizes, in %"], table)
-
-
-def _difference_cell(number: Difference | None, planned: int, digits: int = 3) -> Cell:
-    if number is None:
-        return Cell(DASH)
-    partly = f" ({number.count} of {planned} seeds)" if number.count < planned else ""
-    ends = f"[{signed_text(number.low, digits)}, {signed_text(number.high, digits)}]"
-    return Cell(f"{signed_text(number.mean, digits)} {ends}{partly}", number.strict)
 
 
 def needs(sweep: Sweep) -> Table:
@@ -219,8 +203,8 @@ def rates(sweep: Sweep) -> Table:
     table = []
     for model, by_rate in changes.items():
         row = row_of(sweep, model=model, optimizer__lr=rate)
-        changed = [_difference_cell(change, len(row.points)) for change in by_rate]
-        table.append([Cell(model), Cell(_with_deviation(measured(row, sweep.first[1]))), *changed])
+        changed = [difference_cell(change, len(row.points)) for change in by_rate]
+        table.append([Cell(model), Cell(with_deviation(measured(row, sweep.first[1]))), *changed])
     return Table(["validation loss", f"at {rate}", *(f"change at {other}" for other in others)], table)
 
 
@@ -232,11 +216,11 @@ def sensitivity(sweep: Sweep, key: str) -> Table:
     planned = len(sweep.rows[0].points)
     table, gaps = [], {value: gaps_to_vanilla(sweep, key, value) for value in values}
     for value, by_model in gaps.items():
-        against = [_difference_cell(paired_difference(by_model[model], level), planned) for model in models[1:]]
-        table.append([Cell(value), Cell(_with_deviation(over_seeds(list(by_model["vanilla"].values())))), *against])
+        against = [difference_cell(paired_difference(by_model[model], level), planned) for model in models[1:]]
+        table.append([Cell(value), Cell(with_deviation(over_seeds(list(by_model["vanilla"].values())))), *against])
     for before, after in changes:
         moved = [
-            _difference_cell(paired_difference(minus(gaps[after][m], gaps[before][m]), level), planned) for m in models
+            difference_cell(paired_difference(minus(gaps[after][m], gaps[before][m]), level), planned) for m in models
         ]
         table.append([Cell(f"change from {before} to {after}"), *moved])
     return Table([key, "vanilla", *(f"{model} - vanilla" for model in models[1:])], table)

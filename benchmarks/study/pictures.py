@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study.archive import Difference, gaps_to_vanilla, paired_difference, rate_changes, values_of
+from benchmarks.study.differences import Difference, gaps_to_vanilla, paired_difference, rate_changes, values_of
 from depthlm.config.experiment import Column
 from depthlm.report.figures.loss_curves import draw_loss_curves, panels_of
 from depthlm.report.figures.scaling import draw_scaling
