@@ -97,10 +97,14 @@ def sweep_of(experiment: str, times: Mapping[tuple[int, int, str], float] | None
     return read_sweep([f"experiment=depthlm/{experiment}"], read=partial(_record, lines_of(experiment), times or {}))
 
 
+def points_of(experiment: str) -> list[Point]:
+    """Return the points of an experiment, as far as its committed runs have chosen them."""
+    return sweep_points([f"experiment=depthlm/{experiment}"], read=partial(_record, lines_of(experiment), {}))
+
+
 def rows_of(experiment: str) -> list[Row]:
     """Return the rows of an experiment, with its committed runs."""
-    read = partial(_record, lines_of(experiment), {})
-    return gather(sweep_points([f"experiment=depthlm/{experiment}"], read=read), read)
+    return gather(points_of(experiment), partial(_record, lines_of(experiment), {}))
 
 
 def training_times() -> dict[tuple[int, int, str], float]:

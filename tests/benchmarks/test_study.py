@@ -62,11 +62,6 @@ def test_every_number_in_the_prose_is_in_a_table() -> None:
     assert not set(re.findall(number, prose)) - tables - CONSTANTS
 
 
-def points_of(experiment: str, every: bool) -> list:
-    points = sweep_points([f"experiment=depthlm/{experiment}"])
-    return points if every else [points[0], points[-1]]
-
-
 def nested(settings: dict[str, object]) -> object:
     """Return settings whose keys have dots as sections."""
     config = OmegaConf.create({})
@@ -80,14 +75,15 @@ def test_the_recorded_runs_trained_as_their_experiments_say(every: bool) -> None
     compared = 0
     for experiment in archive.EXPERIMENTS:
         lines = archive.lines_of(experiment)
-        for point in points_of(experiment, every):
+        points = archive.points_of(experiment)
+        for point in points if every else [points[0], points[-1]]:
             line = lines.get(Path(point.directory).name)
             if line is not None:
                 # newer settings have the values that the run had without them
                 composed = archive.decisive_settings(compose_anywhere(point.overrides))
                 assert compare(nested(line["settings"]), nested(composed)) == {}
                 compared += 1
-        assert not lines.keys() - {Path(point.directory).name for point in points_of(experiment, True)}
+        assert not lines.keys() - {Path(point.directory).name for point in points}
     assert compared
 
 
