@@ -200,6 +200,7 @@ def edge_picture(
     heads = {"weight": "distance of H_res from the identity" if maps_streams else "weight, mean over tokens"}
     for how, change in values.items():
         rank = correlation(np.abs(weights[free]), change[free])
+        arrays[f"{name}_{'change' if how == 'zero' else how}_rank_correlation"] = np.array(rank)
         what = "with the identity as H_res" if how == "zero" and maps_streams else titles[how]
         heads[how] = f"change of loss {what}\nrank correlation with |weight|: {rank:.2f}"
         extremes = []

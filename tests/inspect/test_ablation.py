@@ -57,6 +57,10 @@ def test_arrays_of_edges_are_in_the_place_of_their_weights(build: Build) -> None
     np.testing.assert_allclose(np.nansum(weight, 1), 1, rtol=1e-5)
     assert weight.shape == change.shape == (9, 9)
     np.testing.assert_array_equal(np.isfinite(change), np.tri(9, dtype=bool))
+    # the first read has a single source, whose weight is fixed
+    free = np.tri(9, dtype=bool) & (np.arange(9) > 0)[:, None]
+    rank = arrays["attention_residuals_ablation_edges_change_rank_correlation"]
+    assert rank == pytest.approx(correlation(np.abs(weight[free]), change[free]))
     rows = arrays["attention_residuals_ablation_edges_rows"].tolist()
     assert rows[:3] + rows[-1:] == ["layer 0 attention", "layer 0 MLP", "layer 1 attention", "final read"]
     reads, baseline = record(model, BATCHES)

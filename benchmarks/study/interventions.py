@@ -1,0 +1,91 @@
+"""The committed records of interventions on the trained models of docs/results, one line per run.
+
+    python benchmarks/study/interventions.py 12     # adds those of the complete runs in 12 layers
+
+The run directories must exist. Per run: the rank correlation of an edge's weight with the change of the loss without
+it; the change if all weights over depth have their means over the tokens; and the losses of the model if its reads keep
+2, 4 or 8 sources, which are chosen on the first TOKENS tokens of the validation set and measured on the next ones.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import track
+
+from benchmarks.study.archive import ARCHIVE, lines_of, points_of, write_lines
+from depthlm.build import load_checkpoint
+from depthlm.errors import UserError
+from depthlm.inspect.ablation import ablate
+from depthlm.inspect.command import Run, read_tokens
+from depthlm.inspect.interventions import Batch, Intervention, losses, record
+from depthlm.inspect.pruning import prune
+from depthlm.model import Decoder
+from depthlm.model.edges import Edit, Kept
+from depthlm.runs.checkpoints import newest_checkpoint
+
+NAME = "interventions"
+# tokens on which edges are removed and sources chosen, and tokens on which the pruned model is measured
+TOKENS, MEASURED = 8192, 65_536
+KEPT = (2, 4, 8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("layers", help="the number of layers of the models")
+    layers = parser.parse_args().layers
+    lines, recorded = lines_of(NAME), lines_of("depth")
+    points = [point for point in points_of("depth") if not point.selects]
+    wanted = [p for p in points if p.settings["size.num_layers"] == layers and p.settings["model"] != "vanilla"]
+    for point in track(wanted, "interventions"):
+        name = Path(point.directory).name
+        if name in recorded and name not in lines and newest_checkpoint(Path(point.directory)) is not None:
+            lines[name] = {"run": name} | of_run(Path(point.directory))
+            write_lines(NAME, [lines[n] for p in points if (n := Path(p.directory).name) in lines])
+    print(f"{len(lines)} runs in {ARCHIVE / f'{NAME}.jsonl'}")
+
+
+def of_run(directory: Path) -> dict[str, Any]:
+    """Return the results of the interventions on the model of a run directory."""
+    model, config, manifest = load_checkpoint(directory)
+    tokens, source = read_tokens(directory, config, None, TOKENS + MEASURED)
+    return of_model(
+        model, *(Run(model, config, manifest, part, source).batches() for part in tokens.split([TOKENS, MEASURED]))
+    )
+
+
+def of_model(model: Decoder, chosen: Sequence[Batch], measured: Sequence[Batch]) -> dict[str, Any]:
+    """Return the results of the interventions on a model, as far as its mechanism has them.
+
+    chosen: batches on which edges are removed and sources chosen. measured: those of the other losses.
+    """
+    result: dict[str, Any] = {"loss": mean_loss(model, measured)}
+    try:
+        ((picture, *_), _) = ablate(model, chosen, "edges")
+    except UserError:
+        # no weights over depth
+        return result
+    arrays = {name.removeprefix(f"{picture.name}_"): array for name, array in picture.arrays.items()}
+    rank = float(arrays["change_rank_correlation"])
+    result |= {"edges": int(np.isfinite(arrays["change"]).sum()), "rank": None if np.isnan(rank) else rank}
+    reads, _ = record(model, chosen)
+    result["means"] = mean_loss(model, measured, Intervention(reads, [reads.all_edges()], "mean"))
+    for k in KEPT:
+        try:
+            result[f"kept {k}"] = mean_loss(model, measured, Kept(prune(model, chosen, k).kept))
+        except UserError:
+            # streams have no sources over depth
+            break
+    return result
+
+
+def mean_loss(model: Decoder, batches: Sequence[Batch], edit: Edit | None = None) -> float:
+    """Return the loss of batches in nats per token."""
+    total = sum(float(losses(model, batch, edit)[0]) for batch in batches)
+    return total / sum(int((targets != -100).sum()) for _, targets in batches)
+
+
+if __name__ == "__main__":
+    main()
