@@ -194,15 +194,21 @@ def vanilla_losses(study: Study) -> Table:
     return Table(["layers", "vanilla's parameters outside the embedding", "validation loss"], table)
 
 
+def choices(sweep: Sweep) -> dict[tuple[str, str], Group]:
+    """Return the grid of rates of each mechanism and task."""
+    groups = {}
+    for group in groups_of(sweep):
+        point = next(iter(group.grid.values())).points[0]
+        groups[point.settings["model"], point.parts["task"]] = group
+    return groups
+
+
 def chosen_rates(sweep: Sweep) -> Table:
     """Return the learning rate that each mechanism chose at each depth, with the loss of the runs that chose it.
 
     Bold: at the edge of the rates tried.
     """
-    groups: dict[tuple[str, str], Group] = {}
-    for group in groups_of(sweep):
-        point = next(iter(group.grid.values())).points[0]
-        groups[point.settings["model"], point.parts["task"]] = group
+    groups = choices(sweep)
     models, tasks = (list(dict.fromkeys(key[place] for key in groups)) for place in (0, 1))
     table = [[Cell(model), *(_chosen_cell(groups.get((model, task))) for task in tasks)] for model in models]
     return Table(["rate, and its loss", *tasks], table)

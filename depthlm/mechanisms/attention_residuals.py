@@ -259,10 +259,12 @@ class AttentionResiduals(Connection):
         if self.window is not None:
             sources = f"then the newest of {'sublayer outputs' if size == 1 else f'blocks of {size} sublayers'}"
         gates = [gate_figure(self.gate)] if self.has_gate and not self.reads_embedding else []
+        shared = figure(alphas[0].mean(-1) if self.heads > 1 else alphas[0], sources)
         if self.num_inputs == 1:
-            return [figure(alphas[0].mean(-1) if self.heads > 1 else alphas[0], sources), *gates]
-        drawn = figure(torch.stack(alphas), sources)
-        return [drawn._replace(axes=("panel", "source", "batch", "token"), panels=("q", "k", "v")), *gates]
+            return [shared, *gates]
+        # other layers may have a single input, whose figure has no panels
+        separate = shared._replace(name=f"{shared.name}_qkv", values=torch.stack(alphas))
+        return [separate._replace(axes=("panel", *shared.axes), panels=("q", "k", "v")), *gates]
 
 
 class Projection(nn.Linear):

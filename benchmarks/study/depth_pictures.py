@@ -1,0 +1,152 @@
+"""The pictures of the study of depth: differences, slopes, rates and interventions."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.study.depth import EQUAL, GROUPS, LEARNED, STATIC, Gaps, Study, choices, group_gaps, slope
+from benchmarks.study.differences import paired_difference
+from depthlm.report.figures.style import mechanism_of, style_of
+from depthlm.report.rows import measured
+from depthlm.report.sweep import Sweep
+from depthlm.runs.plots import grid, legend_below, save, subplots
+from depthlm.sweeps.point import Point
+
+BARS = "error bars: 95% intervals, without a correction for their number"
+KEPT = ("kept 8", "kept 4", "kept 2")
+
+
+def draw_differences(study: Study, path: Path, stamp: str) -> None:
+    """Draw the difference of each mechanism from vanilla over the layers, a panel per group, with the group's mean."""
+    figure, axes = subplots(2, 11.5, 5.2, sharey=True)
+    for panel, (group, models) in zip(axes[0], GROUPS.items(), strict=True):
+        for number, (model, style) in enumerate(zip(models, styles(models), strict=True)):
+            gaps, shift = study.gaps(model), 1 + 0.035 * (number - (len(models) - 1) / 2)
+            look = {"color": style.colour, "marker": style.marker, "ls": style.dash, "lw": 1, "ms": 5, "capsize": 2}
+            draw_over_layers(panel, gaps, shift, model, look | {"alpha": 0.8})
+        look = {"color": "0.15", "marker": "", "lw": 2.6, "capsize": 4}
+        draw_over_layers(panel, group_gaps(study, models), 1.0, "mean of the group", look)
+        panel.axhline(0, color="0.3", lw=1.3)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(study.layers, [str(layers) for layers in study.layers])
+        panel.minorticks_off()
+        panel.set(xlabel="layers, at equal parameters outside the embedding")
+        panel.set_title(f"{group} reads", fontsize="medium")
+        grid(panel)
+    axes[0, 0].set_ylabel("validation loss - vanilla's, nats per token")
+    legend_below(figure, axes.flat)
+    save(figure, path, f"{stamp}; below 0: better than vanilla; {BARS}")
+
+
+def draw_over_layers(panel: Any, gaps: Gaps, shift: float, label: str, look: Mapping[str, Any]) -> None:
+    """Draw the mean of gaps over seeds at each number of layers, with intervals. shift: factor of the places."""
+    layers = sorted({each for each, _ in gaps})
+    numbers = [paired_difference({s: gap for (n, s), gap in gaps.items() if n == each}, 0.95) for each in layers]
+    known = [(each * shift, number) for each, number in zip(layers, numbers, strict=True) if number is not None]
+    if known:
+        arms = [[arm for number in known for arm in number[1].arms[side]] for side in (0, 1)]
+        panel.errorbar([x for x, _ in known], [n.mean for _, n in known], arms, label=label, **look)
+
+
+def draw_slopes(study: Study, path: Path, stamp: str) -> None:
+    """Draw the slope of each mechanism and of the two groups, in vanilla's shape and at equal parameters."""
+    names = [*LEARNED, "learned: mean", *STATIC, "static: mean"]
+    figure, axes = subplots(1, 8.4, 6.2)
+    panel = axes[0, 0]
+    for equal, offset, fill in ((False, -0.16, "full"), (True, 0.16, "none")):
+        for place, name in enumerate(names):
+            group = name.partition(":")[0]
+            gaps = group_gaps(study, GROUPS[group], equal) if group in GROUPS else study.gaps(name, equal)
+            if (number := slope(gaps)) is not None:
+                bold = group in GROUPS
+                look = {"color": "0.15" if bold else colour_of(name), "fillstyle": fill, "ms": 8 if bold else 6}
+                marker = "D" if bold else "o"
+                panel.errorbar([number.mean], [place + offset], None, number.arms, marker=marker, capsize=3, **look)
+        label = f"minus vanilla{EQUAL if equal else ''}"
+        panel.plot([], [], "o", ls="", color="0.3", fillstyle=fill, label=label)
+    panel.axvline(0, color="0.3", lw=1.3)
+    panel.set_yticks(range(len(names)), names)
+    panel.invert_yaxis()
+    panel.set_xlabel("change of the difference from vanilla per doubling of the depth, nats per token")
+    legend_below(figure, [panel])
+    grid(panel)
+    save(figure, path, f"{stamp}; below 0: gains with depth; {BARS}")
+
+
+def draw_choices(sweep: Sweep, path: Path) -> None:
+    """Draw the loss of the runs that choose over the learning rate, a panel per depth; rings: the chosen rates."""
+    groups = {key: group for key, group in choices(sweep).items() if key[1].endswith("layers")}
+    tasks = [
+        task
+        for task in dict.fromkeys(task for _, task in groups)
+        if any(
+            measured(row, group.column)
+            for (_, other), group in groups.items()
+            if other == task
+            for row in group.grid.values()
+        )
+    ]
+    if not tasks:
+        return
+    figure, axes = subplots(len(tasks), 3.6 * len(tasks), 5.4, sharey=True)
+    for panel, task in zip(axes[0], tasks, strict=True):
+        of_task = {model: group for (model, other), group in groups.items() if other == task}
+        for (model, group), style in zip(of_task.items(), styles([*of_task]), strict=True):
+            numbers = {float(value[0] or 0): measured(row, group.column) for value, row in group.grid.items()}
+            points = sorted((rate, number.mean) for rate, number in numbers.items() if number is not None)
+            look = {"color": style.colour, "ls": style.dash, "marker": style.marker, "ms": 4, "lw": 1.2}
+            panel.plot([rate for rate, _ in points], [loss for _, loss in points], label=model, **look)
+            if group.chosen is not None and (best := numbers[float(group.chosen[0] or 0)]) is not None:
+                panel.plot([float(group.chosen[0] or 0)], [best.mean], "o", ms=11, mfc="none", mec="0.3")
+        panel.set_xscale("log")
+        tried = sorted({float(value[0] or 0) for group in of_task.values() for value in group.grid})
+        panel.set_xticks(tried, [f"{rate:g}" for rate in tried])
+        panel.minorticks_off()
+        panel.set_title(task, fontsize="medium")
+        panel.set_xlabel("peak learning rate")
+        grid(panel)
+    axes[0, 0].set_ylabel("validation loss")
+    legend_below(figure, axes.flat)
+    save(figure, path, "experiment=depthlm/depth, one seed; rings: the rates that the other seeds report")
+
+
+def draw_interventions(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, stamp: str) -> None:
+    """Draw the rank correlation of weight and use, and what fewer sources or fixed weights cost, by mechanism."""
+    figure, axes = subplots(2, 11.5, 4.8, sharey=True)
+    for place, (model, lines) in enumerate(results.items()):
+        colour = colour_of(model)
+        ranks = [line["rank"] for line in lines if line.get("rank") is not None]
+        if ranks:
+            axes[0, 0].plot(ranks, [place] * len(ranks), "o", color=colour, alpha=0.5)
+            axes[0, 0].plot([fmean(ranks)], [place], "|", color=colour, ms=16, mew=2.5)
+        for number, name in enumerate(("means", *KEPT)):
+            costs = [line[name] - line["loss"] for line in lines if name in line]
+            if costs:
+                y = place + 0.2 * (number - 1.5)
+                look = {"marker": "x" if name == "means" else "o", "ms": 4 + 1.5 * number, "fillstyle": "none"}
+                axes[0, 1].plot([fmean(costs)], [y], color=colour, ls="", **look)
+    titles = ("rank correlation of |weight| and the change of the loss without the edge", "added loss, nats per token")
+    for panel, title in zip(axes[0], titles, strict=True):
+        panel.axvline(0, color="0.3", lw=1.3)
+        panel.set_xlabel(title)
+        grid(panel)
+    axes[0, 1].set_xscale("symlog", linthresh=1e-3)
+    axes[0, 0].set_yticks(range(len(results)), list(results))
+    axes[0, 0].invert_yaxis()
+    texts = {"means": "weights fixed to their means over tokens"} | {k: f"reads {k[5:]} sources" for k in KEPT}
+    for number, (name, text) in enumerate(texts.items()):
+        look = {"marker": "x" if name == "means" else "o", "ms": 4 + 1.5 * number, "fillstyle": "none"}
+        axes[0, 1].plot([], [], color="0.3", ls="", label=text, **look)
+    legend_below(figure, axes.flat)
+    save(figure, path, stamp)
+
+
+def styles(models: Sequence[str]) -> list[Any]:
+    """Return the style of each mechanism of a panel."""
+    return style_of([mechanism_of(Point([], {"model": model})) for model in models])
+
+
+def colour_of(model: str) -> str:
+    """Return the colour of a mechanism."""
+    return mechanism_of(Point([], {"model": model})).colour
