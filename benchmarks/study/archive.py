@@ -144,10 +144,10 @@ def _recorded_or_read(lines: dict[str, Any], name: str) -> RunRecord:
 def line_of(point: Point) -> dict[str, Any] | None:
     """Return the line of a run, or None if it is not complete, or if its code was not that of a commit.
 
-    A run that diverged has decided against the value of a choice, and has a line with its failure.
+    A run that diverged has a line with its failure: it decided against the value of a choice, or failed to report it.
     """
     run = read_run(point.directory)
-    if not has_result(point, run):
+    if not (has_result(point, run) or run.diverged):
         return None
     environment = json.loads(RunDirectory(run.directory).environment.read_text())
     if environment["git"] is None or environment["git"]["changed"]:

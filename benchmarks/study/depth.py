@@ -4,17 +4,23 @@ docs/results/question.md defines the groups, the slopes and what they answer.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from benchmarks.study.differences import Difference, corrected, difference_cell, with_deviation, with_interval
-from depthlm.accounting.cost import count_parameters
-from depthlm.build import build_model
+from benchmarks.study.differences import (
+    Difference,
+    corrected,
+    difference_cell,
+    minus,
+    with_deviation,
+    with_interval,
+)
 from depthlm.report.choice import Group, groups_of
 from depthlm.report.rows import by_seed, measured, over_seeds, pooled, student_t
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Cell, Table, cells, number_text
+from depthlm.runs.records import FAILED
 
 STATIC = ("embedding_skip", "unet_skip", "value_residual", "uniform_mix", "denseformer")
 LEARNED = (
@@ -29,90 +35,105 @@ LEARNED = (
 )
 GROUPS = {"learned": LEARNED, "static": STATIC}
 SEEDS = 3
-EQUAL = " of as many parameters"
+# vanilla with a wider MLP
+WIDER = ("vanilla, wider", "vanilla, widest")
+EQUAL = " with equal parameters"
 # where the losses of seeds differ more, a run may have failed
 LARGEST_DEVIATION = 0.1
 
 # differences in nats per token, by the number of layers and the seed
-Gaps = dict[tuple[int, str], float]
-# a mechanism at a number of layers
+Gaps = Mapping[tuple[int, str], float]
+# a mechanism, or a wider vanilla, and its number of layers
 Place = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Study:
-    """The reported validation losses by seed, of each mechanism and number of layers.
+    """The reported validation losses, by mechanism, number of layers and seed.
 
-    vanilla: at each number of layers, of each number of parameters outside the embedding, ascending. parameters: of the
-    mechanisms, also outside the embedding.
+    planned: also the places without runs. parameters: outside the embedding. failed: places of runs that diverged.
     """
 
+    planned: Collection[Place]
     losses: Mapping[Place, Mapping[str, float]]
-    vanilla: Mapping[int, Sequence[tuple[int, Mapping[str, float]]]]
     parameters: Mapping[Place, int]
+    failed: Collection[Place] = ()
 
     @property
     def layers(self) -> list[int]:
         """The numbers of layers."""
-        return sorted(self.vanilla)
+        return sorted({layers for _, layers in self.planned})
+
+    def depths(self, model: str, equal: bool = False, without: Collection[Place] = ()) -> list[int]:
+        """Return the numbers of layers at which a mechanism is compared with vanilla, in a complete study."""
+        bases = ("vanilla", *WIDER) if equal else ("vanilla",)
+        return [n for n in self.layers if not any((name, n) in without for name in (model, *bases))]
 
     def vanilla_with(self, layers: int, parameters: int) -> dict[str, float]:
-        """Return vanilla's loss by seed at a number of parameters, by a power law between the two beside it."""
-        points = self.vanilla[layers]
-        if len(points) == 1:
+        """Return vanilla's loss by seed at a number of parameters, by a power law between the two beside it.
+
+        Empty while one of vanilla's widths has no losses.
+        """
+        places = [(name, layers) for name in ("vanilla", *WIDER) if (name, layers) in self.planned]
+        if not all(place in self.losses for place in places):
             return {}
-        upper = next((n for n, point in enumerate(points) if n and point[0] >= parameters), len(points) - 1)
+        points = [(self.parameters[place], self.losses[place]) for place in places]
+        upper = next((n for n, (count, _) in enumerate(points) if n and count >= parameters), len(points) - 1)
         (few, small), (many, large) = points[upper - 1], points[upper]
         share = math.log(parameters / few) / math.log(many / few)
         return {seed: small[seed] ** (1 - share) * large[seed] ** share for seed in small if seed in large}
 
     def gaps(self, model: str, equal: bool = False, without: Collection[Place] = ()) -> Gaps:
-        """Return by how much a mechanism's losses exceed vanilla's. equal: vanilla with as many parameters."""
-        found = {}
-        for layers in self.layers:
-            if (model, layers) in without or ("vanilla", layers) in without:
-                continue
-            base = self.vanilla[layers][0][1]
-            if equal:
+        """Return by how much a mechanism's losses exceed vanilla's. equal: those of vanilla with equal parameters."""
+        gaps = {}
+        for layers in self.depths(model, equal, without):
+            losses, base = (self.losses.get((name, layers), {}) for name in (model, "vanilla"))
+            if equal and losses:
                 base = self.vanilla_with(layers, self.parameters[model, layers])
-            losses = self.losses.get((model, layers), {})
-            found |= {(layers, seed): losses[seed] - base[seed] for seed in losses if seed in base}
-        return found
+            gaps |= {(layers, seed): losses[seed] - base[seed] for seed in losses if seed in base}
+        return gaps
+
+    def slope(
+        self, model: str, equal: bool = False, without: Collection[Place] = (), level: float = 0.95
+    ) -> Difference | None:
+        """Return the slope of a mechanism's differences from vanilla; None while a depth is missing."""
+        return slope(self.gaps(model, equal, without), self.depths(model, equal, without), level)
 
     def unstable(self) -> tuple[Place, ...]:
-        """Return the places where losses deviate so much that runs may have failed."""
-        return tuple(place for place, losses in self.losses.items() if _deviates(losses.values()))
-
-
-def _deviates(values: Iterable[float]) -> bool:
-    values = [*values]
-    return len(values) > 1 and stdev(values) > LARGEST_DEVIATION
+        """Return the places where a run diverged, or may have failed, since the seeds differ much."""
+        deviating = (
+            place for place, by in self.losses.items() if len(by) > 1 and stdev(by.values()) > LARGEST_DEVIATION
+        )
+        return tuple(dict.fromkeys([*self.failed, *deviating]))
 
 
 def study_of(sweep: Sweep) -> Study:
     """Return the reported losses of a sweep."""
-    losses: dict[Place, dict[str, float]] = {}
-    vanilla: dict[int, list[tuple[int, dict[str, float]]]] = {}
-    parameters: dict[Place, int] = {}
-    for row, config in zip(sweep.rows, sweep.configs, strict=True):
-        counts = count_parameters(build_model(config, "meta"))
-        outside = counts["total"] - counts["embedding"]
-        model, layers, by = row.settings["model"], config.size.num_layers, by_seed(row, sweep.first[1])
-        if model == "vanilla":
-            vanilla.setdefault(layers, []).append((outside, by))
-        if row.parts["task"] == f"{layers} layers":
-            losses[model, layers], parameters[model, layers] = by, outside
-    return Study(losses, {layers: sorted(points, key=lambda p: p[0]) for layers, points in vanilla.items()}, parameters)
+    planned, losses, parameters, failed = [], {}, {}, []
+    for row in [*sweep.selection, *sweep.rows]:
+        layers, _, width = row.parts["task"].partition(" layers")
+        place = f"{row.settings['model']}{width}", int(layers)
+        planned.append(place)
+        if row.points[0].selects:
+            continue
+        failed += [place for run in row.runs if run.state == FAILED][:1]
+        if by := by_seed(row, sweep.first[1]):
+            losses[place] = by
+            size = sweep.configs[sweep.rows.index(row)].size
+            total = next(run.summary["parameters"] for run in row.runs if "parameters" in run.summary)
+            parameters[place] = total - size.vocab_size * size.hidden_size
+    return Study(dict.fromkeys(planned), losses, parameters, failed)
 
 
-def slope(gaps: Gaps, level: float = 0.95) -> Difference | None:
-    """Return the slope of a least-squares line over the base-2 logarithm of the layers; None for a single depth.
+def slope(gaps: Gaps, depths: Sequence[int], level: float = 0.95) -> Difference | None:
+    """Return the slope of a least-squares line over the base-2 logarithm of the layers.
 
-    level: of the wider interval.
+    depths: where gaps are needed; None without them, with fewer than two, or with fewer than three gaps. level: of the
+    wider interval.
     """
     from scipy.stats import linregress
 
-    if len({layers for layers, _ in gaps}) < 2 or len(gaps) < 3:
+    if {layers for layers, _ in gaps} != {*depths} or len(depths) < 2 or len(gaps) < 3:
         return None
     line = linregress([math.log2(layers) for layers, _ in gaps], [*gaps.values()])
     half, wide = (student_t(len(gaps) - 2, share) * line.stderr for share in (0.95, level))
@@ -120,76 +141,116 @@ def slope(gaps: Gaps, level: float = 0.95) -> Difference | None:
 
 
 def group_gaps(study: Study, models: Sequence[str], equal: bool = False, without: Collection[Place] = ()) -> Gaps:
-    """Return the mean of the gaps of some mechanisms, where all of them that are not left out have one."""
-    every = {model: study.gaps(model, equal, without) for model in models}
-    means = {}
-    for place in dict.fromkeys(place for gaps in every.values() for place in gaps):
-        wanted = [model for model in models if (model, place[0]) not in without]
-        if all(place in every[model] for model in wanted):
-            means[place] = fmean(every[model][place] for model in wanted)
-    return means
+    """Return the mean of the gaps of some mechanisms, where all of them have one.
+
+    Where a mechanism is left out, its own line through its other depths stands for it: without it, the level of the
+    mechanism would become a slope of the group.
+    """
+    every = {model: {**study.gaps(model, equal, without)} for model in models}
+    depths = study.depths("vanilla", equal, without)
+    for model, gaps in every.items():
+        if missing := [layers for layers in depths if (model, layers) in without]:
+            line = study.slope(model, equal, without)
+            if line is None:
+                return {}
+            centre = fmean(math.log2(layers) for layers, _ in gaps)
+            mean = fmean(gaps.values())
+            seeds = {seed for _, seed in gaps}
+            gaps |= {(n, seed): mean + line.mean * (math.log2(n) - centre) for n in missing for seed in seeds}
+    first, *others = every.values()
+    return {key: fmean(gaps[key] for gaps in every.values()) for key in first if all(key in gaps for gaps in others)}
 
 
-def minus(first: Gaps, second: Gaps) -> Gaps:
-    """Return the differences of the gaps that both have."""
-    return {place: first[place] - second[place] for place in first if place in second}
+def means_of(gaps: Gaps) -> Gaps:
+    """Return the mean of the gaps at each depth, as those of one seed."""
+    return {(n, ""): fmean(gap for (layers, _), gap in gaps.items() if layers == n) for n, _ in gaps}
 
 
 def between_mechanisms(first: Sequence[Difference | None], second: Sequence[Difference | None]) -> Difference | None:
     """Return the difference of the mean slopes of two groups, with Welch's interval over their mechanisms."""
     from scipy.stats import ttest_ind
 
-    slopes = [[number.mean for number in numbers if number is not None] for numbers in (first, second)]
-    if min(map(len, slopes)) < 2:
+    if None in first or None in second:
         return None
+    slopes = [[number.mean for number in numbers if number is not None] for numbers in (first, second)]
     low, high = ttest_ind(*slopes, equal_var=False).confidence_interval(0.95)
     mean = fmean(slopes[0]) - fmean(slopes[1])
     return Difference(mean, float(low), float(high), sum(map(len, slopes)), low > 0 or high < 0)
 
 
+def by_depth(study: Study, gaps: Gaps, level: float = 0.95) -> list[Difference | None]:
+    """Return the mean of gaps at each depth, with the deviation over seeds pooled over the depths.
+
+    level: of the wider interval.
+    """
+    means = [over_seeds([gap for (layers, _), gap in gaps.items() if layers == each]) for each in study.layers]
+    return [with_interval(number, level, float) for number in pooled(means)]
+
+
 def differences(study: Study, equal: bool = False) -> Table:
     """Return the difference of each mechanism from vanilla at each depth, and its slope over the depth.
 
-    The deviation over seeds is pooled over the depths. Bold: the interval excludes 0 also with the correction for all
-    differences, or all slopes, of the table. equal: vanilla has as many parameters.
+    Bold: the interval excludes 0 also with the correction for all differences, or all slopes, of the table. equal:
+    vanilla with equal parameters.
     """
     models, table = [*STATIC, *LEARNED], []
     level = corrected(len(models) * len(study.layers))
     for model in models:
-        gaps = study.gaps(model, equal)
-        by_depth = [over_seeds([gap for (layers, _), gap in gaps.items() if layers == each]) for each in study.layers]
-        numbers = [with_interval(number, level, float) for number in pooled(by_depth)]
+        numbers = by_depth(study, study.gaps(model, equal), level)
         shown = [difference_cell(number, SEEDS) for number in numbers]
-        table.append([Cell(model), *shown, difference_cell(slope(gaps, corrected(len(models))), 0)])
+        line = study.slope(model, equal, level=corrected(len(models)))
+        table.append([Cell(model), *shown, slope_cell(line)])
     title = f"minus vanilla{EQUAL if equal else ''}"
     return Table([title, *(f"{each} layers" for each in study.layers), "slope"], table)
 
 
 def answers(study: Study) -> Table:
-    """Return the slopes of the two groups and of their difference; also without places whose runs may have failed."""
-    unstable, table = study.unstable(), []
-    for without in ((), unstable) if unstable else ((),):
-        left_out = f", without {', '.join(f'{model} in {layers} layers' for model, layers in without)}"
-        for equal in (False, True):
-            gaps = {name: group_gaps(study, models, equal, without) for name, models in GROUPS.items()}
-            slopes = [[slope(study.gaps(model, equal, without)) for model in models] for models in GROUPS.values()]
-            numbers = {
-                "learned": slope(gaps["learned"]),
-                "static": slope(gaps["static"]),
-                "learned - static": slope(minus(gaps["learned"], gaps["static"])),
-                "learned - static, over mechanisms": between_mechanisms(*slopes),
-            }
-            label = f"minus vanilla{EQUAL if equal else ''}{left_out if without else ''}"
-            table.append([Cell(label), *(difference_cell(number, 0) for number in numbers.values())])
-    return Table(["slope", *numbers], table)
+    """Return the slopes of the two groups and of their difference, with 95% intervals.
+
+    They are also given by the means of the depths alone, since the seeds of a depth share the choice of a rate; without
+    DenseFormer; and without places whose runs may have failed. Bold: the interval excludes 0.
+    """
+    table, unstable = [], study.unstable()
+    failed = ", ".join(f"{name} with {layers} layers" for name, layers in unstable)
+    for equal in (False, True):
+        label = f"minus vanilla{EQUAL if equal else ''}"
+        table.append([Cell(label), *_answer_cells(study, GROUPS, equal)])
+        table.append([Cell(f"{label}, over means of depths"), *_answer_cells(study, GROUPS, equal, over_means=True)])
+        others = GROUPS | {"static": tuple(model for model in STATIC if model != "denseformer")}
+        table.append([Cell(f"{label}, without denseformer"), *_answer_cells(study, others, equal)])
+        if unstable:
+            table.append([Cell(f"{label}, without {failed}"), *_answer_cells(study, GROUPS, equal, unstable)])
+    return Table(["slope", "learned", "static", "learned - static", "learned - static, over mechanisms"], table)
+
+
+def _answer_cells(
+    study: Study,
+    groups: Mapping[str, Sequence[str]],
+    equal: bool,
+    without: Collection[Place] = (),
+    over_means: bool = False,
+) -> list[Cell]:
+    gaps = [group_gaps(study, groups[name], equal, without) for name in ("learned", "static")]
+    if over_means:
+        gaps = [means_of(each) for each in gaps]
+    depths = study.depths("vanilla", equal, without)
+    lines = [slope(each, depths) for each in (*gaps, minus(*gaps))]
+    singles = [[study.slope(model, equal, without) for model in groups[name]] for name in ("learned", "static")]
+    # Welch's interval already has no seeds
+    return [slope_cell(line) for line in (*lines, None if over_means else between_mechanisms(*singles))]
+
+
+def slope_cell(line: Difference | None) -> Cell:
+    """Return the cell of a slope."""
+    return difference_cell(line, 0, 4)
 
 
 def vanilla_losses(study: Study) -> Table:
     """Return vanilla's losses at each depth and number of parameters outside the embedding."""
-    points = [(layers, *point) for layers in study.layers for point in study.vanilla[layers]]
+    places = [place for place in study.planned if place[0] in ("vanilla", *WIDER) and place in study.losses]
     table = [
-        cells([str(layers), f"{count:,}", with_deviation(over_seeds([*losses.values()]))])
-        for layers, count, losses in points
+        cells([str(layers), f"{study.parameters[name, layers]:,}", with_deviation(over_seeds([*losses.values()]))])
+        for (name, layers), losses in ((place, study.losses[place]) for place in sorted(places, key=lambda p: p[1]))
     ]
     return Table(["layers", "vanilla's parameters outside the embedding", "validation loss"], table)
 

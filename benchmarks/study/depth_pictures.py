@@ -5,8 +5,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.study.depth import EQUAL, GROUPS, LEARNED, STATIC, Gaps, Study, choices, group_gaps, slope
-from benchmarks.study.differences import paired_difference
+from benchmarks.study.depth import EQUAL, GROUPS, LEARNED, STATIC, Gaps, Study, by_depth, choices, group_gaps, slope
+from benchmarks.study.interventions import COSTS
 from depthlm.report.figures.style import mechanism_of, style_of
 from depthlm.report.rows import measured
 from depthlm.report.sweep import Sweep
@@ -14,7 +14,6 @@ from depthlm.runs.plots import grid, legend_below, save, subplots
 from depthlm.sweeps.point import Point
 
 BARS = "error bars: 95% intervals, without a correction for their number"
-KEPT = ("kept 8", "kept 4", "kept 2")
 
 
 def draw_differences(study: Study, path: Path, stamp: str) -> None:
@@ -24,14 +23,14 @@ def draw_differences(study: Study, path: Path, stamp: str) -> None:
         for number, (model, style) in enumerate(zip(models, styles(models), strict=True)):
             gaps, shift = study.gaps(model), 1 + 0.035 * (number - (len(models) - 1) / 2)
             look = {"color": style.colour, "marker": style.marker, "ls": style.dash, "lw": 1, "ms": 5, "capsize": 2}
-            draw_over_layers(panel, gaps, shift, model, look | {"alpha": 0.8})
+            draw_over_layers(panel, study, gaps, shift, model, look | {"alpha": 0.8})
         look = {"color": "0.15", "marker": "", "lw": 2.6, "capsize": 4}
-        draw_over_layers(panel, group_gaps(study, models), 1.0, "mean of the group", look)
+        draw_over_layers(panel, study, group_gaps(study, models), 1.0, "mean of the group", look)
         panel.axhline(0, color="0.3", lw=1.3)
         panel.set_xscale("log", base=2)
         panel.set_xticks(study.layers, [str(layers) for layers in study.layers])
         panel.minorticks_off()
-        panel.set(xlabel="layers, at equal parameters outside the embedding")
+        panel.set_xlabel("layers")
         panel.set_title(f"{group} reads", fontsize="medium")
         grid(panel)
     axes[0, 0].set_ylabel("validation loss - vanilla's, nats per token")
@@ -39,13 +38,12 @@ def draw_differences(study: Study, path: Path, stamp: str) -> None:
     save(figure, path, f"{stamp}; below 0: better than vanilla; {BARS}")
 
 
-def draw_over_layers(panel: Any, gaps: Gaps, shift: float, label: str, look: Mapping[str, Any]) -> None:
+def draw_over_layers(panel: Any, study: Study, gaps: Gaps, shift: float, label: str, look: Mapping[str, Any]) -> None:
     """Draw the mean of gaps over seeds at each number of layers, with intervals. shift: factor of the places."""
-    layers = sorted({each for each, _ in gaps})
-    numbers = [paired_difference({s: gap for (n, s), gap in gaps.items() if n == each}, 0.95) for each in layers]
-    known = [(each * shift, number) for each, number in zip(layers, numbers, strict=True) if number is not None]
+    numbers = zip(study.layers, by_depth(study, gaps), strict=True)
+    known = [(layers * shift, number) for layers, number in numbers if number is not None]
     if known:
-        arms = [[arm for number in known for arm in number[1].arms[side]] for side in (0, 1)]
+        arms = [[arm for _, number in known for arm in number.arms[side]] for side in (0, 1)]
         panel.errorbar([x for x, _ in known], [n.mean for _, n in known], arms, label=label, **look)
 
 
@@ -57,9 +55,12 @@ def draw_slopes(study: Study, path: Path, stamp: str) -> None:
     for equal, offset, fill in ((False, -0.16, "full"), (True, 0.16, "none")):
         for place, name in enumerate(names):
             group = name.partition(":")[0]
-            gaps = group_gaps(study, GROUPS[group], equal) if group in GROUPS else study.gaps(name, equal)
-            if (number := slope(gaps)) is not None:
-                bold = group in GROUPS
+            bold = group in GROUPS
+            if bold:
+                number = slope(group_gaps(study, GROUPS[group], equal), study.depths("vanilla", equal))
+            else:
+                number = study.slope(name, equal)
+            if number is not None:
                 look = {"color": "0.15" if bold else colour_of(name), "fillstyle": fill, "ms": 8 if bold else 6}
                 marker = "D" if bold else "o"
                 panel.errorbar([number.mean], [place + offset], None, number.arms, marker=marker, capsize=3, **look)
@@ -120,7 +121,7 @@ def draw_interventions(results: Mapping[str, Sequence[Mapping[str, Any]]], path:
         if ranks:
             axes[0, 0].plot(ranks, [place] * len(ranks), "o", color=colour, alpha=0.5)
             axes[0, 0].plot([fmean(ranks)], [place], "|", color=colour, ms=16, mew=2.5)
-        for number, name in enumerate(("means", *KEPT)):
+        for number, name in enumerate(COSTS):
             costs = [line[name] - line["loss"] for line in lines if name in line]
             if costs:
                 y = place + 0.2 * (number - 1.5)
@@ -134,8 +135,7 @@ def draw_interventions(results: Mapping[str, Sequence[Mapping[str, Any]]], path:
     axes[0, 1].set_xscale("symlog", linthresh=1e-3)
     axes[0, 0].set_yticks(range(len(results)), list(results))
     axes[0, 0].invert_yaxis()
-    texts = {"means": "weights fixed to their means over tokens"} | {k: f"reads {k[5:]} sources" for k in KEPT}
-    for number, (name, text) in enumerate(texts.items()):
+    for number, (name, text) in enumerate(COSTS.items()):
         look = {"marker": "x" if name == "means" else "o", "ms": 4 + 1.5 * number, "fillstyle": "none"}
         axes[0, 1].plot([], [], color="0.3", ls="", label=text, **look)
     legend_below(figure, axes.flat)

@@ -3,11 +3,15 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from depthlm.config import compose_anywhere
 from depthlm.report.rows import Measured, Row, by_seed, difference, measured, over_seeds, pooled
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Cell, number_text, signed_text
+
+# a seed, or more
+Key = TypeVar("Key")
 
 
 def values_of(sweep: Sweep, key: str) -> list[str]:
@@ -67,9 +71,9 @@ def relative_differences(
     return each, with_interval(replace(known[0], mean=mean, count=seeds), level, lambda log: 100 * math.expm1(log))
 
 
-def minus(values: Mapping[str, float], reference: Mapping[str, float]) -> dict[str, float]:
-    """Return the differences of numbers by seed, of the seeds that both have."""
-    return {seed: values[seed] - reference[seed] for seed in values if seed in reference}
+def minus(values: Mapping[Key, float], reference: Mapping[Key, float]) -> dict[Key, float]:
+    """Return the differences of the numbers that both have, such as those of seeds."""
+    return {key: values[key] - reference[key] for key in values if key in reference}
 
 
 def paired_difference(differences: Mapping[str, float], level: float) -> Difference | None:

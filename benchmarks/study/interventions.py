@@ -2,9 +2,11 @@
 
     python benchmarks/study/interventions.py 12     # adds those of the complete runs in 12 layers
 
-The run directories must exist. Per run: the rank correlation of an edge's weight with the change of the loss without
-it; the change if all weights over depth have their means over the tokens; and the losses of the model if its reads keep
-2, 4 or 8 sources, which are chosen on the first TOKENS tokens of the validation set and measured on the next ones.
+The run directories must exist. A line has the losses of the model, of the model whose weights over depth all have
+their means over the tokens, and of the model if its reads keep 8, 4 or 2 sources. Its rank correlation, over `edges`
+edges, is that of an edge's weight and the change of the loss without it. Of mHC, an edge is H_res, and its weight the
+distance from the identity. Sources are chosen and edges removed on the first TOKENS tokens of the validation set;
+losses are those of the next MEASURED tokens.
 """
 
 import argparse
@@ -27,9 +29,10 @@ from depthlm.model.edges import Edit, Kept
 from depthlm.runs.checkpoints import newest_checkpoint
 
 NAME = "interventions"
-# tokens on which edges are removed and sources chosen, and tokens on which the pruned model is measured
 TOKENS, MEASURED = 8192, 65_536
-KEPT = (2, 4, 8)
+KEPT = (8, 4, 2)
+# the titles of the losses with an intervention
+COSTS = {"means": "weights fixed to their means"} | {f"kept {k}": f"{k} sources" for k in KEPT}
 
 
 def main() -> None:
@@ -68,16 +71,16 @@ def of_model(model: Decoder, chosen: Sequence[Batch], measured: Sequence[Batch])
         # no weights over depth
         return result
     arrays = {name.removeprefix(f"{picture.name}_"): array for name, array in picture.arrays.items()}
-    rank = float(arrays["change_rank_correlation"])
-    result |= {"edges": int(np.isfinite(arrays["change"]).sum()), "rank": None if np.isnan(rank) else rank}
+    rank, has_edge = float(arrays["change_rank_correlation"]), np.isfinite(arrays["change"])
+    sources = has_edge.sum(1)
+    # the weight of an only source is fixed, unless it is the map of streams
+    free = sources if has_edge.shape[1] == 1 else sources[sources > 1]
+    result |= {"edges": int(free.sum()), "rank": None if np.isnan(rank) else rank}
     reads, _ = record(model, chosen)
     result["means"] = mean_loss(model, measured, Intervention(reads, [reads.all_edges()], "mean"))
     for k in KEPT:
-        try:
+        if sources.max() > k:
             result[f"kept {k}"] = mean_loss(model, measured, Kept(prune(model, chosen, k).kept))
-        except UserError:
-            # streams have no sources over depth
-            break
     return result
 
 

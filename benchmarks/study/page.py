@@ -25,6 +25,7 @@ from benchmarks.study.differences import (
 from benchmarks.study.pictures import draw_all
 from depthlm.accounting.cost import count_parameters
 from depthlm.build import build_model
+from depthlm.config import compose_anywhere
 from depthlm.config.experiment import Column
 from depthlm.config.schema import run_steps
 from depthlm.files import replace_text
@@ -116,12 +117,13 @@ def costs(sweep: Sweep) -> Table:
 
 
 def sizes(sweep: Sweep, label: str = "size") -> Table:
-    """Return vanilla's sizes, their parameters and how long they train. label: the setting that names them."""
+    """Return vanilla's sizes, their parameters and how long they train. label: the setting or task that names them."""
     compute = Column(metric="training_flops", scale=1e12)
     table = []
-    for row, config in zip(sweep.rows, sweep.configs, strict=True):
+    for row in sweep.rows:
         if row.settings["model"] != "vanilla":
             continue
+        config = compose_anywhere(row.points[0].overrides)
         size = config.size
         counts = count_parameters(build_model(config, "meta"))
         outside = counts["total"] - counts["embedding"]
@@ -134,7 +136,7 @@ def sizes(sweep: Sweep, label: str = "size") -> Table:
         trillions = DASH if flops is None else number_text(flops.mean, 2)
         rest = [number_text(tokens / outside, 2), trillions, f"{config.optimizer.lr:g}"]
         texts = [*map(str, shape), heads, *(f"{number:,}" for number in length), *rest]
-        table.append(cells([row.settings[label], *texts]))
+        table.append(cells([row.settings.get(label) or row.parts[label], *texts]))
     head = "layers, D, MLP, heads (key/value), parameters, outside the embedding, steps, tokens, tokens per parameter"
     return Table(["vanilla", *head.split(", "), "TFLOPs", "rate"], table)
 

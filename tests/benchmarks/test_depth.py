@@ -1,43 +1,61 @@
 """The slopes of the study of depth, and what they are computed from."""
 
+import hashlib
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import pytest
 
 from benchmarks.study import depth
-from benchmarks.study.depth import Study, between_mechanisms, group_gaps, slope
+from benchmarks.study.archive import RESULTS, sweep_of
+from benchmarks.study.depth import EQUAL, Study, between_mechanisms, group_gaps, slope
+from benchmarks.study.depth_pictures import draw_choices, draw_differences, draw_interventions, draw_slopes
+from depthlm.report.sweep import Sweep
 
 LAYERS, SEEDS = (6, 12, 24, 48), ("1", "2", "3")
 EVERY = [*depth.STATIC, *depth.LEARNED]
 
 
-def made_up(gain: float) -> Study:
-    """Return a study in which each learned mechanism gains with each doubling of the depth, and no static one does."""
+def made_up(gain: float = 0.0, **offsets: float) -> Study:
+    """Return a study in which each learned mechanism gains with each doubling of the depth, and no static one does.
+
+    offsets: of the losses of mechanisms, at all depths.
+    """
     rng = np.random.default_rng(0)
-    vanilla = {layers: {seed: 2.7 + rng.normal(0, 0.02) for seed in SEEDS} for layers in LAYERS}
-    losses = {
-        (model, layers): {
-            seed: loss - gain * math.log2(layers / 6) * (model in depth.LEARNED) + rng.normal(0, 0.01)
-            for seed, loss in vanilla[layers].items()
-        }
-        for model, layers in itertools.product(EVERY, LAYERS)
-    }
-    points = {n: [(1000, by), (2000, {s: x * 0.9 for s, x in by.items()})] for n, by in vanilla.items()}
-    return Study(losses, points, dict.fromkeys(losses, 1000))
+    losses = {("vanilla", layers): {seed: 2.7 + rng.normal(0, 0.02) for seed in SEEDS} for layers in LAYERS}
+    for model, layers in itertools.product(EVERY, LAYERS):
+        mean = offsets.get(model, 0.0) - gain * math.log2(layers / 6) * (model in depth.LEARNED)
+        vanilla = losses["vanilla", layers]
+        losses[model, layers] = {seed: loss + mean + rng.normal(0, 0.01) for seed, loss in vanilla.items()}
+    parameters = dict.fromkeys(losses, 1000)
+    for layers in LAYERS:
+        losses["vanilla, wider", layers] = {seed: 0.9 * loss for seed, loss in losses["vanilla", layers].items()}
+        parameters["vanilla, wider", layers] = 2000
+    return Study(list(losses), losses, parameters)
+
+
+def without(study: Study, *places: depth.Place) -> Study:
+    """Return a study in which these places have no runs yet."""
+    return replace(study, losses={place: by for place, by in study.losses.items() if place not in places})
+
+
+def test_the_question_does_not_change_with_the_results() -> None:
+    text = Path(RESULTS / "question.md").read_bytes()
+    assert hashlib.sha256(text).hexdigest() == "f86251e70854e13c61b0aeb8ddac4bab1da994e5e81c88f0efc354affab79141"
 
 
 def test_a_slope_is_the_change_per_doubling_with_its_interval() -> None:
     gaps = {(layers, seed): 0.3 - 0.05 * math.log2(layers) for layers, seed in itertools.product(LAYERS, SEEDS)}
-    exact = slope(gaps)
+    exact = slope(gaps, LAYERS)
     assert exact is not None
     assert (exact.mean, exact.low) == pytest.approx((-0.05, -0.05))
     rng = np.random.default_rng(1)
     noisy = {place: gap + rng.normal(0, 0.05) for place, gap in gaps.items()}
-    found = slope(noisy)
+    found = slope(noisy, LAYERS)
     # the normal equations, and the table of Student's t for ten degrees of freedom
     x = np.array([[1.0, math.log2(layers)] for layers, _ in noisy])
     y = np.array([*noisy.values()])
@@ -47,40 +65,58 @@ def test_a_slope_is_the_change_per_doubling_with_its_interval() -> None:
     assert (found.mean, found.low, found.high) == pytest.approx((line[1], line[1] - half, line[1] + half), rel=1e-4)
 
 
-def test_one_depth_has_no_slope() -> None:
-    assert slope({(6, seed): 0.1 for seed in SEEDS}) is None
-    assert slope({}) is None
+def test_an_incomplete_depth_has_no_slope() -> None:
+    assert slope({(6, seed): 0.1 for seed in SEEDS}, [6]) is None
+    study = without(made_up(), ("moda", 24))
+    assert study.slope("moda") is None
+    assert study.slope("dca") is not None
+    study = without(made_up(), ("vanilla, wider", 24))
+    assert study.slope("moda") is not None
+    assert study.slope("moda", equal=True) is None
+    # a wider vanilla that has its losses before vanilla does not stand for it
+    assert {layers for layers, _ in without(made_up(), ("vanilla", 24)).gaps("moda")} == {6, 12, 48}
 
 
 def test_the_answers_find_a_gain_of_learned_reads_and_none_without_it() -> None:
-    (shape, *numbers), _ = depth.answers(made_up(0.05)).rows
-    assert shape.text == "minus vanilla"
-    assert [cell.bold for cell in numbers] == [True, False, True, True]
-    assert not any(cell.bold for row in depth.answers(made_up(0.0)).rows for cell in row)
+    shape, means, *_ = depth.answers(made_up(0.05)).rows
+    assert [cell.bold for cell in shape] == [False, True, False, True, True]
+    assert [cell.bold for cell in means] == [False, True, False, True, False]
+    assert not any(cell.bold for row in depth.answers(made_up()).rows for cell in row)
 
 
 def test_vanilla_with_more_parameters_lies_on_the_power_law_through_its_neighbours() -> None:
-    law = {parameters: dict.fromkeys(SEEDS, 5.0 * parameters ** (-0.1)) for parameters in (1000, 1500, 3200)}
-    study = Study({}, {48: [*law.items()]}, {})
-    for parameters in (1000, 1200, 1500, 2000, 3200, 3300):
-        assert study.vanilla_with(48, parameters)["2"] == pytest.approx(5.0 * parameters**-0.1)
+    names = zip(("vanilla", *depth.WIDER), (1000, 1500, 3200), strict=True)
+    parameters = {(name, 48): count for name, count in names}
+    losses = {place: dict.fromkeys(SEEDS, 5.0 * count**-0.1) for place, count in parameters.items()}
+    study = Study(list(losses), losses, parameters)
+    for count in (1000, 1200, 1500, 2000, 3200, 3300):
+        assert study.vanilla_with(48, count)["2"] == pytest.approx(5.0 * count**-0.1)
+    assert without(study, ("vanilla, widest", 48)).vanilla_with(48, 1200) == {}
 
 
 def test_differences_at_equal_parameters_are_from_a_larger_vanilla() -> None:
-    study = made_up(0.0)
-    study = replace(study, parameters=dict.fromkeys(study.losses, 2000))
+    study = made_up()
+    study = replace(study, parameters=dict.fromkeys(study.losses, 2000) | {("vanilla", n): 1000 for n in LAYERS})
     gaps, equal = (study.gaps("mudd", equal) for equal in (False, True))
-    base = study.vanilla[12][0][1]["1"]
+    base = study.losses["vanilla", 12]["1"]
     assert equal[12, "1"] - gaps[12, "1"] == pytest.approx(0.1 * base)
 
 
 def test_a_group_waits_for_all_of_its_mechanisms() -> None:
-    study = made_up(0.0)
-    partly = {place: losses for place, losses in study.losses.items() if place != ("dca", 24)}
-    assert {layers for layers, _ in group_gaps(replace(study, losses=partly), depth.LEARNED)} == {6, 12, 48}
-    without = group_gaps(replace(study, losses=partly), depth.LEARNED, without=[("dca", 24)])
-    others = [study.gaps(model)[24, "1"] for model in depth.LEARNED if model != "dca"]
-    assert without[24, "1"] == pytest.approx(fmean(others))
+    gaps = group_gaps(without(made_up(), ("dca", 24)), depth.LEARNED)
+    assert {layers for layers, _ in gaps} == {6, 12, 48}
+    others = [made_up().gaps(model)[6, "1"] for model in depth.LEARNED]
+    assert gaps[6, "1"] == pytest.approx(fmean(others))
+
+
+def test_a_mechanism_left_out_at_a_depth_does_not_turn_its_level_into_a_slope_of_the_group() -> None:
+    study, left_out = made_up(mhc=0.8), [("mhc", 48)]
+    complete, found = (slope(group_gaps(study, depth.LEARNED, without=w), LAYERS) for w in ((), left_out))
+    assert complete is not None
+    assert found is not None
+    assert found.mean == pytest.approx(complete.mean, abs=0.002)
+    singles = [study.slope(model, without=left_out) for model in depth.LEARNED]
+    assert found.mean == pytest.approx(fmean(line.mean for line in singles if line is not None))
 
 
 def test_the_interval_over_mechanisms_is_welchs() -> None:
@@ -97,19 +133,40 @@ def test_the_interval_over_mechanisms_is_welchs() -> None:
 
 def test_answers_are_also_given_without_runs_that_may_have_failed() -> None:
     study = made_up(0.05)
-    failed = {**study.losses["mhc", 12], "3": 4.0}
-    study = replace(study, losses={**study.losses, ("mhc", 12): failed})
-    assert study.unstable() == (("mhc", 12),)
-    labels = [row[0].text for row in depth.answers(study).rows]
-    assert [label.partition(", ")[2] for label in labels] == ["", "", *["without mhc in 12 layers"] * 2]
-    assert depth.answers(study).rows[2][1].bold
+    by = {**study.losses["mhc", 12], "3": 4.0}
+    study = replace(study, losses={**study.losses, ("mhc", 12): by}, failed=[("vanilla", 24)])
+    assert study.unstable() == (("vanilla", 24), ("mhc", 12))
+    label = "minus vanilla, without vanilla with 24 layers, mhc with 12 layers"
+    row = next(row for row in depth.answers(study).rows if row[0].text == label)
+    assert row[1].bold
+    assert {layers for layers, _ in study.gaps("dca", without=study.unstable())} == {6, 12, 48}
+    assert {layers for layers, _ in study.gaps("dca", True, [("vanilla, wider", 6)])} == {12, 24, 48}
 
 
-def test_every_mechanism_of_the_experiment_is_in_a_group() -> None:
-    from benchmarks.study.archive import sweep_of
-    from benchmarks.study.differences import values_of
+@pytest.fixture(scope="module")
+def sweep() -> Sweep:
+    return sweep_of("depth")
 
-    sweep = sweep_of("depth")
-    models = {row.settings["model"] for row in [*sweep.selection, *sweep.rows]}
-    assert models == {"vanilla", *EVERY}
-    assert set(values_of(sweep, "model")) <= models
+
+def test_every_mechanism_of_the_experiment_is_in_a_group(sweep: Sweep) -> None:
+    study = depth.study_of(sweep)
+    assert {name for name, _ in study.planned} == {"vanilla", *EVERY, *depth.WIDER}
+    assert study.layers == [*LAYERS]
+
+
+def test_parameters_are_those_of_each_mechanism(sweep: Sweep) -> None:
+    known = {"vanilla": 330_192, "vanilla, wider": 496_080, "embedding_skip": 330_216, "mhc": 446_040, "mudd": 357_530}
+    found = {name: count for (name, layers), count in depth.study_of(sweep).parameters.items() if layers == 12}
+    assert found["vanilla"] == known["vanilla"]
+    assert {name: count for name, count in found.items() if name in known}.items() <= known.items()
+
+
+def test_the_pictures_are_drawn_also_of_a_study_that_is_not_complete(sweep: Sweep, tmp_path: Path) -> None:
+    for study in (made_up(0.05), without(made_up(), *((model, 48) for model in EVERY))):
+        draw_differences(study, tmp_path / "differences.png", "")
+        draw_slopes(study, tmp_path / "slopes.png", "")
+    draw_choices(sweep, tmp_path / "choices.png")
+    lines = [{"loss": 2.0, "rank": 0.5, "means": 2.1, "kept 2": 2.2}, {"loss": 2.0, "rank": None, "means": 2.1}]
+    draw_interventions({"dca": lines, "mhc_hunyuan_v4": [{"loss": 2.0}]}, tmp_path / "interventions.png", "")
+    assert {path.stat().st_size > 10_000 for path in tmp_path.iterdir()} == {True}
+    assert f"minus vanilla{EQUAL}" in {row[0].text for row in depth.answers(made_up()).rows}
