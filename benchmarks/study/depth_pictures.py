@@ -7,12 +7,14 @@ from typing import Any
 
 from benchmarks.study.depth import EQUAL, GROUPS, LEARNED, STATIC, Gaps, Study, by_depth, choices, group_gaps, slope
 from benchmarks.study.interventions import COSTS
-from depthlm.report.figures.style import mechanism_of, style_of
+from depthlm.report.figures.style import mechanism_of, shaded, style_of
 from depthlm.report.rows import measured
 from depthlm.report.sweep import Sweep
-from depthlm.runs.plots import grid, legend_below, save, subplots
+from depthlm.runs.plots import MARKERS, grid, legend_below, save, subplots
 from depthlm.sweeps.point import Point
 
+# of the losses at other rates than the best one
+HIGHEST = 0.2
 BARS = "error bars: 95% intervals, without a correction for their number"
 
 
@@ -76,40 +78,33 @@ def draw_slopes(study: Study, path: Path, stamp: str) -> None:
 
 
 def draw_choices(sweep: Sweep, path: Path) -> None:
-    """Draw the loss of the runs that choose over the learning rate, a panel per depth; rings: the chosen rates."""
+    """Draw the loss of the runs that choose over the learning rate, a panel per mechanism and a line per depth."""
     groups = {key: group for key, group in choices(sweep).items() if key[1].endswith("layers")}
-    tasks = [
-        task
-        for task in dict.fromkeys(task for _, task in groups)
-        if any(
-            measured(row, group.column)
-            for (_, other), group in groups.items()
-            if other == task
-            for row in group.grid.values()
-        )
-    ]
-    if not tasks:
-        return
-    figure, axes = subplots(len(tasks), 3.6 * len(tasks), 5.4, sharey=True)
-    for panel, task in zip(axes[0], tasks, strict=True):
-        of_task = {model: group for (model, other), group in groups.items() if other == task}
-        for (model, group), style in zip(of_task.items(), styles([*of_task]), strict=True):
+    models, tasks = (list(dict.fromkeys(key[place] for key in groups)) for place in (0, 1))
+    across = -(-len(models) // 2)
+    figure, axes = subplots(across, 2.1 * across + 0.6, 5.4, rows=2, sharex=True, sharey=True)
+    for panel, model in zip(axes.flat, models, strict=False):
+        for number, task in enumerate(tasks):
+            group = groups[model, task]
             numbers = {float(value[0] or 0): measured(row, group.column) for value, row in group.grid.items()}
-            points = sorted((rate, number.mean) for rate, number in numbers.items() if number is not None)
-            look = {"color": style.colour, "ls": style.dash, "marker": style.marker, "ms": 4, "lw": 1.2}
-            panel.plot([rate for rate, _ in points], [loss for _, loss in points], label=model, **look)
-            if group.chosen is not None and (best := numbers[float(group.chosen[0] or 0)]) is not None:
-                panel.plot([float(group.chosen[0] or 0)], [best.mean], "o", ms=11, mfc="none", mec="0.3")
+            known = {rate: loss.mean for rate, loss in sorted(numbers.items()) if loss is not None}
+            if known:
+                best = min(known.values())
+                look = {"color": shaded("#0072B2", 0.6 - 0.4 * number), "marker": MARKERS[number], "ms": 4, "lw": 1.3}
+                panel.plot([*known], [loss - best for loss in known.values()], label=task, **look)
         panel.set_xscale("log")
-        tried = sorted({float(value[0] or 0) for group in of_task.values() for value in group.grid})
-        panel.set_xticks(tried, [f"{rate:g}" for rate in tried])
-        panel.minorticks_off()
-        panel.set_title(task, fontsize="medium")
-        panel.set_xlabel("peak learning rate")
+        panel.set_title(model, fontsize="small")
         grid(panel)
-    axes[0, 0].set_ylabel("validation loss")
+    tried = sorted({float(value[0] or 0) for group in groups.values() for value in group.grid})
+    axes[0, 0].set_xticks(tried, [f"{1000 * rate:g}" for rate in tried])
+    axes[0, 0].minorticks_off()
+    axes[0, 0].set_ylim(-0.01, HIGHEST)
+    for panel in axes.flat[len(models) :]:
+        panel.set_visible(False)
+    axes[1, across // 2].set_xlabel("peak learning rate, in thousandths")
+    figure.supylabel("validation loss - that of the best rate", fontsize="medium")
     legend_below(figure, axes.flat)
-    save(figure, path, "experiment=depthlm/depth, one seed; rings: the rates that the other seeds report")
+    save(figure, path, f"experiment=depthlm/depth, the seed that chooses; differences above {HIGHEST} are cut off")
 
 
 def draw_interventions(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, stamp: str) -> None:
