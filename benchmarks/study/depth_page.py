@@ -33,7 +33,7 @@ def main() -> None:
     draw_differences(study, RESULTS / "depth.png", stamp)
     draw_slopes(study, RESULTS / "slopes.png", stamp)
     draw_choices(sweep, RESULTS / "choices.png")
-    draw_interventions(results, RESULTS / "interventions.png", f"{stamp}; {LAYERS} layers")
+    draw_interventions(results, RESULTS / "interventions.png", f"experiment=depthlm/depth, {LAYERS} layers")
     print(f"written to {PAGE}")
 
 
