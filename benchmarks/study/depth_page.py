@@ -4,6 +4,7 @@ python benchmarks/study/depth_page.py
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -56,7 +57,7 @@ def interventions() -> Results:
     """Return the committed results of the interventions, by mechanism."""
     lines, results = lines_of("interventions"), dict[str, list[dict[str, Any]]]()
     for point in points_of("depth"):
-        line = lines.get(point.directory.rpartition("/")[2])
+        line = lines.get(Path(point.directory).name)
         if line is not None and point.settings["size.num_layers"] == LAYERS:
             results.setdefault(point.settings["model"], []).append(line)
     return results

@@ -50,7 +50,13 @@ def draw_over_layers(panel: Any, study: Study, gaps: Gaps, shift: float, label: 
 
 
 def draw_slopes(study: Study, path: Path, stamp: str) -> None:
-    """Draw the slope of each mechanism and of the two groups, in vanilla's shape and at equal parameters."""
+    """Draw the slope of each mechanism and of the two groups, in vanilla's shape and at equal parameters.
+
+    Without a slope there is no picture.
+    """
+    path.unlink(missing_ok=True)
+    if not any(study.slope(model) for model in (*LEARNED, *STATIC)):
+        return
     names = [*LEARNED, "learned: mean", *STATIC, "static: mean"]
     figure, axes = subplots(1, 8.4, 6.2)
     panel = axes[0, 0]
