@@ -5,7 +5,7 @@ docs/results/question.md defines the groups, the slopes and what they answer.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from benchmarks.study.differences import (
@@ -17,7 +17,7 @@ from benchmarks.study.differences import (
     with_interval,
 )
 from depthlm.report.choice import Group, groups_of
-from depthlm.report.rows import by_seed, measured, over_seeds, pooled, student_t
+from depthlm.report.rows import Measured, by_seed, measured, over_seeds, pooled, student_t
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Cell, Table, cells, number_text
 from depthlm.runs.records import FAILED
@@ -183,25 +183,55 @@ def by_depth(study: Study, gaps: Gaps, level: float = 0.95) -> list[Difference |
 
     level: of the wider interval.
     """
-    means = [over_seeds([gap for (layers, _), gap in gaps.items() if layers == each]) for each in study.layers]
-    return [with_interval(number, level, float) for number in pooled(means)]
+    return [with_interval(number, level, float) for number in pooled_depths(study, gaps)]
+
+
+def pooled_depths(study: Study, gaps: Gaps) -> list[Measured | None]:
+    """Return the mean of gaps at each depth, with the deviation over seeds pooled over the depths."""
+    each_depth = [[gap for (layers, _), gap in gaps.items() if layers == each] for each in study.layers]
+    return pooled([over_seeds(values) for values in each_depth])
+
+
+def over_depths(study: Study, gaps: Gaps, level: float = 0.95) -> Difference | None:
+    """Return the mean of gaps over all depths, with the deviation pooled over them; None while a depth is missing.
+
+    level: of the wider interval.
+    """
+    numbers = pooled_depths(study, gaps)
+    known = [number for number in numbers if number is not None]
+    if len(known) < len(numbers):
+        return None
+    mean = replace(known[0], mean=fmean(number.mean for number in known), count=len(gaps))
+    return with_interval(mean, level, float)
+
+
+def in_question(study: Study) -> list[str]:
+    """Return the mechanisms whose mean difference over the depths may be 0, or whose difference changes its sign."""
+    return [model for model in (*STATIC, *LEARNED) if is_in_question(study, study.gaps(model))]
+
+
+def is_in_question(study: Study, gaps: Gaps) -> bool:
+    """Return whether the mean of gaps over the depths may be 0, or the means of depths have both signs."""
+    mean = over_depths(study, gaps)
+    return mean is not None and (mean.low <= 0 <= mean.high or len({gap > 0 for gap in means_of(gaps).values()}) > 1)
 
 
 def differences(study: Study, equal: bool = False) -> Table:
-    """Return the difference of each mechanism from vanilla at each depth, and its slope over the depth.
+    """Return the difference of each mechanism from vanilla at each depth, its mean, and its slope over the depth.
 
-    Bold: the interval excludes 0 also with the correction for all differences, or all slopes, of the table. equal:
-    vanilla with equal parameters.
+    Bold: the interval excludes 0 also with the correction for all differences, all means, or all slopes, of the table.
+    equal: vanilla with equal parameters.
     """
     models, table = [*STATIC, *LEARNED], []
-    level = corrected(len(models) * len(study.layers))
+    level = corrected(len(models))
     for model in models:
-        numbers = by_depth(study, study.gaps(model, equal), level)
+        gaps = study.gaps(model, equal)
+        numbers = by_depth(study, gaps, corrected(len(models) * len(study.layers)))
         shown = [difference_cell(number, SEEDS) for number in numbers]
-        line = study.slope(model, equal, level=corrected(len(models)))
-        table.append([Cell(model), *shown, slope_cell(line)])
+        mean = difference_cell(over_depths(study, gaps, level), SEEDS * len(study.layers))
+        table.append([Cell(model), *shown, mean, slope_cell(study.slope(model, equal, level=level))])
     title = f"minus vanilla{EQUAL if equal else ''}"
-    return Table([title, *(f"{each} layers" for each in study.layers), "slope"], table)
+    return Table([title, *(f"{each} layers" for each in study.layers), "mean", "slope"], table)
 
 
 def answers(study: Study) -> Table:

@@ -12,7 +12,8 @@ from benchmarks.study import depth
 from benchmarks.study.archive import RESULTS, lines_of, points_of, sweep_of
 from benchmarks.study.depth_pictures import draw_choices, draw_differences, draw_interventions, draw_slopes
 from benchmarks.study.interventions import COSTS
-from benchmarks.study.page import sizes, with_blocks
+from benchmarks.study.page import with_blocks
+from benchmarks.study.sizes import shapes
 from depthlm.counts import counted
 from depthlm.files import replace_text
 from depthlm.report.rows import Row, number
@@ -47,7 +48,7 @@ def blocks(sweep: Sweep, results: Results) -> dict[str, str]:
         "equal": depth.differences(study, equal=True),
         "vanilla": depth.vanilla_losses(study),
         "rates": depth.chosen_rates(sweep),
-        "shapes": sizes(sweep, "task"),
+        "shapes": shapes(sweep, "task"),
         "interventions": interventions_table(results),
     }
     return {"state": state(sweep)} | {name: markdown(table) for name, table in tables.items()}

@@ -17,20 +17,15 @@ from benchmarks.study.differences import (
     minus,
     paired_difference,
     rate_changes,
-    relative_differences,
     row_of,
     values_of,
     with_deviation,
 )
 from benchmarks.study.pictures import draw_all
-from depthlm.accounting.cost import count_parameters
-from depthlm.build import build_model
-from depthlm.config import compose_anywhere
-from depthlm.config.experiment import Column
-from depthlm.config.schema import run_steps
+from benchmarks.study.sizes import against, costs, losses, needs, shapes, views_of
 from depthlm.files import replace_text
 from depthlm.report.rows import measured, over_seeds
-from depthlm.report.scaling_laws import NEEDS, VIEWS, curves, fit_table, needed_text, savings
+from depthlm.report.scaling_laws import curves, fit_table
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Cell, Table, cells, markdown, number_text
 from depthlm.runs.records import COMPLETE
@@ -38,7 +33,6 @@ from depthlm.runs.records import COMPLETE
 PAGE = RESULTS / "README.md"
 # the mechanisms that the paper of Depth-Attention compares it with
 RIVALS = ("uniform_mix", "attention_residuals", "attention_residuals_recency", "mhc", "denseformer")
-VIEWS_WITH_TIME = VIEWS | {"time": Column(title="training time (s, one thread)", metric="training_seconds")}
 
 
 def main() -> None:
@@ -46,12 +40,6 @@ def main() -> None:
     replace_text(PAGE, with_blocks(PAGE.read_text(), blocks(sweeps)))
     draw_all(sweeps, views_of(sweeps["scaling"]), RESULTS)
     print(f"written to {PAGE}")
-
-
-def views_of(scaling: Sweep) -> dict[str, Column]:
-    """Return the views of the scaling laws: also by time, if the time of every complete run was measured."""
-    complete = [run for run in scaling.runs if run.state == COMPLETE]
-    return VIEWS_WITH_TIME if all("training_seconds" in run.summary for run in complete) else VIEWS
 
 
 def with_blocks(text: str, content: dict[str, str]) -> str:
@@ -64,14 +52,14 @@ def blocks(sweeps: Mapping[str, Sweep]) -> dict[str, str]:
     """Return the tables of the page, as Markdown, by the names of their blocks. sweeps: by experiment."""
     scaling = sweeps["scaling"]
     tables = {
-        "sizes": sizes(scaling),
-        "shapes": sizes(sweeps["sensitivity_depth"], "size.num_layers"),
+        "sizes": shapes(scaling),
+        "shapes": shapes(sweeps["sensitivity_depth"], "size.num_layers"),
         "costs": costs(scaling),
         "losses": losses(scaling),
-        "differences": _against(
+        "differences": against(
             scaling, "against vanilla", {x: (x, "vanilla") for x in values_of(scaling, "model")[1:]}
         ),
-        "rivals": _against(scaling, "depth_attention against", {x: ("depth_attention", x) for x in RIVALS}),
+        "rivals": against(scaling, "depth_attention against", {x: ("depth_attention", x) for x in RIVALS}),
         "fits": fit_table(scaling, curves(scaling)),
         "needs": needs(scaling),
         "start": start(sweeps["start"]),
@@ -100,83 +88,6 @@ def point(sweep: Sweep) -> str:
     loss, place = line["summary"]["validation_loss"], line["environment"]
     versions = f"Python {place['python']} and torch {place['torch']}"
     return f"Its validation loss is {loss} on the processor {place['device']} with {versions}."
-
-
-def costs(sweep: Sweep) -> Table:
-    """Return the parameters, training FLOPs and training time of each model, as ratios to vanilla's."""
-    table, columns = [], views_of(sweep).values()
-    for model in values_of(sweep, "model")[1:]:
-        texts = []
-        for size in values_of(sweep, "size"):
-            rows = [row_of(sweep, model=name, size=size) for name in (model, "vanilla")]
-            pairs = [[measured(row, column) for row in rows] for column in columns]
-            known = [number_text(value.mean / base.mean, 2) for value, base in pairs if value and base]
-            texts.append(", ".join(known) or DASH)
-        table.append(cells([model, *texts]))
-    return Table(["times vanilla's", *values_of(sweep, "size")], table)
-
-
-def sizes(sweep: Sweep, label: str = "size") -> Table:
-    """Return vanilla's sizes, their parameters and how long they train. label: the setting or task that names them."""
-    compute = Column(metric="training_flops", scale=1e12)
-    table = []
-    for row in sweep.rows:
-        if row.settings["model"] != "vanilla":
-            continue
-        config = compose_anywhere(row.points[0].overrides)
-        size = config.size
-        counts = count_parameters(build_model(config, "meta"))
-        outside = counts["total"] - counts["embedding"]
-        steps = run_steps(config) or 0
-        tokens = steps * config.training.batch_size * config.training.sequence_length
-        heads = f"{size.num_heads} ({size.num_kv_heads})"
-        shape = [size.num_layers, size.hidden_size, size.intermediate_size]
-        length = [counts["total"], outside, steps, tokens]
-        flops = measured(row, compute)
-        trillions = DASH if flops is None else number_text(flops.mean, 2)
-        rest = [number_text(tokens / outside, 2), trillions, f"{config.optimizer.lr:g}"]
-        texts = [*map(str, shape), heads, *(f"{number:,}" for number in length), *rest]
-        table.append(cells([row.settings.get(label) or row.parts[label], *texts]))
-    head = "layers, D, MLP, heads (key/value), parameters, outside the embedding, steps, tokens, tokens per parameter"
-    return Table(["vanilla", *head.split(", "), "TFLOPs", "rate"], table)
-
-
-def losses(sweep: Sweep) -> Table:
-    """Return the validation losses: mean ± sample standard deviation over seeds."""
-    column, sizes = sweep.first[1], values_of(sweep, "size")
-    table: list[list[Cell]] = []
-    for model in values_of(sweep, "model"):
-        rows = (row_of(sweep, model=model, size=size) for size in sizes)
-        table.append(cells([model, *(with_deviation(measured(row, column)) for row in rows)]))
-    return Table(["validation loss", *sizes], table)
-
-
-def _against(sweep: Sweep, title: str, models: dict[str, tuple[str, str]]) -> Table:
-    """Return the differences of pairs of models at each size, in nats per token, and over all sizes, in percent.
-
-    Bold: those whose interval excludes 0 also with the correction for the number of cells.
-    """
-    table, sizes = [], values_of(sweep, "size")
-    level = corrected((len(sizes) + 1) * len(models))
-    for label, (model, reference) in models.items():
-        pairs = [(row_of(sweep, model=model, size=s), row_of(sweep, model=reference, size=s)) for s in sizes]
-        each, overall = relative_differences(sweep, pairs, level)
-        planned = [len(row.points) for row, _ in pairs]
-        differing = [difference_cell(number, seeds) for number, seeds in zip(each, planned, strict=True)]
-        table.append([Cell(label), *differing, difference_cell(overall, sum(planned), 2)])
-    return Table([title, *sizes, "all sizes, in %"], table)
-
-
-def needs(sweep: Sweep) -> Table:
-    """Return what vanilla needs for the losses of the others, by parameters, compute and training time."""
-    views = views_of(sweep)
-    table = []
-    for entry in savings(sweep, curves(sweep, views)):
-        row = entry.size.row
-        # one seed says nothing
-        texts = [needed_text(n if n is not None and n.interval is not None else None) for n in entry.needs.values()]
-        table.append(cells([f"{row.settings['model']}, {row.settings['size']}", *texts]))
-    return Table(["vanilla needs", *(NEEDS[view] for view in views)], table)
 
 
 def start(sweep: Sweep) -> Table:

@@ -119,6 +119,28 @@ def test_a_mechanism_left_out_at_a_depth_does_not_turn_its_level_into_a_slope_of
     assert found.mean == pytest.approx(fmean(line.mean for line in singles if line is not None))
 
 
+def test_a_mechanism_is_in_question_if_its_mean_may_be_zero_or_its_sign_changes() -> None:
+    level = {(n, seed): 0.05 + 0.001 * float(seed) for n, seed in itertools.product(LAYERS, SEEDS)}
+    study = made_up()
+    cases = {
+        "better": ({place: -gap for place, gap in level.items()}, False),
+        "worse": (level, False),
+        "both": ({place: gap if place[0] > 6 else -0.01 for place, gap in level.items()}, True),
+        "unclear": ({(n, seed): -0.19 + 0.1 * float(seed) for n, seed in level}, True),
+        "incomplete": ({place: gap for place, gap in level.items() if place[0] < 48}, False),
+    }
+    for gaps, is_open in cases.values():
+        assert depth.is_in_question(study, gaps) is is_open
+
+
+def test_the_mean_over_depths_has_the_deviation_within_depths() -> None:
+    gaps = {(n, seed): 0.1 * place + 0.01 * float(seed) for place, n in enumerate(LAYERS) for seed in SEEDS}
+    found = depth.over_depths(made_up(), gaps)
+    assert found is not None
+    # the table of Student's t for eight degrees of freedom
+    assert (found.mean, found.high - found.mean) == pytest.approx((0.17, 2.306 * 0.01 / math.sqrt(12)), rel=1e-3)
+
+
 def test_the_interval_over_mechanisms_is_welchs() -> None:
     slopes = [[0.1, 0.2, 0.4], [0.5, 0.9, 0.8, 1.0]]
     found = between_mechanisms(*([depth.Difference(x, x, x, 12, False) for x in group] for group in slopes))
