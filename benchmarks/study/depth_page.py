@@ -13,7 +13,7 @@ from benchmarks.study.archive import RESULTS, lines_of, points_of, sweep_of
 from benchmarks.study.depth_pictures import draw_choices, draw_differences, draw_interventions, draw_slopes
 from benchmarks.study.interventions import COSTS
 from benchmarks.study.page import with_blocks
-from benchmarks.study.sizes import shapes
+from benchmarks.study.sizes import changes, own_rates, shapes
 from depthlm.counts import counted
 from depthlm.files import replace_text
 from depthlm.report.rows import Row, number
@@ -30,7 +30,7 @@ Results = Mapping[str, Sequence[Mapping[str, Any]]]
 
 def main() -> None:
     sweep, results = sweep_of("depth"), interventions()
-    replace_text(PAGE, with_blocks(PAGE.read_text(), blocks(sweep, results)))
+    replace_text(PAGE, with_blocks(PAGE.read_text(), blocks(sweep, sweep_of("scaling"), results)))
     study, stamp = depth.study_of(sweep), sweep.stamp()
     draw_differences(study, RESULTS / "depth.png", stamp)
     draw_slopes(study, RESULTS / "slopes.png", stamp)
@@ -39,13 +39,14 @@ def main() -> None:
     print(f"written to {PAGE}")
 
 
-def blocks(sweep: Sweep, results: Results) -> dict[str, str]:
-    """Return the tables of the page, as Markdown, by the names of their blocks."""
+def blocks(sweep: Sweep, first: Sweep, results: Results) -> dict[str, str]:
+    """Return the tables of the page, as Markdown, by the names of their blocks. first: the study with one rate."""
     study = depth.study_of(sweep)
     tables = {
         "answers": depth.answers(study),
         "differences": depth.differences(study),
         "equal": depth.differences(study, equal=True),
+        "changes": changes(first, own_rates(sweep)),
         "vanilla": depth.vanilla_losses(study),
         "rates": depth.chosen_rates(sweep),
         "shapes": shapes(sweep, "task"),

@@ -1,8 +1,13 @@
 """Tables of a study of sizes: shapes, costs, losses, differences, and what vanilla needs for the same loss."""
 
+from dataclasses import replace
+
 from benchmarks.study.differences import (
     corrected,
     difference_cell,
+    gaps_to_vanilla,
+    minus,
+    paired_difference,
     relative_differences,
     row_of,
     values_of,
@@ -13,13 +18,21 @@ from depthlm.build import build_model
 from depthlm.config import compose_anywhere
 from depthlm.config.experiment import Column
 from depthlm.config.schema import run_steps
-from depthlm.report.rows import measured
+from depthlm.report.rows import by_seed, measured
 from depthlm.report.scaling_laws import NEEDS, VIEWS, curves, needed_text, savings
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Cell, Table, cells, number_text
 from depthlm.runs.records import COMPLETE
 
 VIEWS_WITH_TIME = VIEWS | {"time": Column(title="training time (s, one thread)", metric="training_seconds")}
+
+
+def own_rates(depth: Sweep) -> Sweep:
+    """Return the runs with 12 layers of the study of depth, which have the shape of nano_330k, as runs of that size."""
+    rows = [row for row in depth.rows if row.parts["task"] == "12 layers"]
+    points = [[replace(point, settings=point.settings | {"size": "nano_330k"}) for point in row.points] for row in rows]
+    sized = [replace(row, points=each) for row, each in zip(rows, points, strict=True)]
+    return replace(depth, rows=sized, configs=[depth.configs[depth.rows.index(row)] for row in rows])
 
 
 def views_of(scaling: Sweep) -> dict[str, Column]:
@@ -103,3 +116,24 @@ def needs(sweep: Sweep) -> Table:
         texts = [needed_text(n if n is not None and n.interval is not None else None) for n in entry.needs.values()]
         table.append(cells([f"{row.settings['model']}, {row.settings['size']}", *texts]))
     return Table(["vanilla needs", *(NEEDS[view] for view in views)], table)
+
+
+def changes(first: Sweep, own: Sweep) -> Table:
+    """Return the differences from vanilla at the one rate of the first study, and where each has its own rate.
+
+    Every interval comes from its own seeds. The last column has the largest change of a run that has the same rate.
+    """
+    table = []
+    for size in values_of(own, "size"):
+        then, now = (gaps_to_vanilla(sweep, "size", size) for sweep in (first, own))
+        for model in [model for model in now if model in then]:
+            rows = [row_of(sweep, model=model, size=size) for sweep in (first, own)]
+            one, new = (f"{compose_anywhere(row.points[0].overrides).optimizer.lr:g}" for row in rows)
+            losses = [by_seed(row, own.first[1]) for row in rows]
+            moved = [abs(change) for change in minus(*losses).values()] if one == new else []
+            pairs = [] if model == "vanilla" else [paired_difference(gaps[model], 0.95) for gaps in (then, now)]
+            before, after = (difference_cell(pair, len(rows[0].points)).text for pair in pairs or (None, None))
+            texts = [one, before, new, after, number_text(max(moved), 3) if moved else DASH]
+            table.append(cells([f"{model}, {size}", *texts]))
+    head = ["one rate", "minus vanilla at one rate", "own rate", "minus vanilla at own rates", "same run, change"]
+    return Table(["mechanism, size", *head], table)

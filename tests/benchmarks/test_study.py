@@ -43,7 +43,7 @@ def test_the_tables_on_transfer_are_those_of_the_records() -> None:
 
 def test_the_tables_on_depth_are_those_of_the_records() -> None:
     text = depth_page.PAGE.read_text()
-    blocks = depth_page.blocks(archive.sweep_of("depth"), depth_page.interventions())
+    blocks = depth_page.blocks(archive.sweep_of("depth"), archive.sweep_of("scaling"), depth_page.interventions())
     assert page.with_blocks(text, blocks) == text, "run `python benchmarks/study/depth_page.py`"
 
 
