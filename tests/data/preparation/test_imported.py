@@ -223,3 +223,9 @@ def test_a_folder_with_other_files_is_left_alone() -> None:
 def test_a_tokenizer_must_exist_before() -> None:
     with pytest.raises(DataError, match="the tokenizer that made them"):
         load_tokenizer("bpe", None)
+
+
+def test_bytes_have_one_end_of_text() -> None:
+    assert load_tokenizer("bytes", "<|endoftext|>").end.token == "<|endoftext|>"
+    with pytest.raises(DataError, match=r"--end-of-text=\."):
+        load_tokenizer("bytes", ".")
