@@ -97,7 +97,12 @@ def derived_name(
 
 def report_name(overrides: Sequence[str], baseline: str | None = None) -> str:
     """Return the name of the folder of a report on a sweep, as in `report-vanilla-mhc-seed1-2`."""
-    given = {name: normal_value(name, value) for name, value in by_name(overrides).items() if on_resume(name) != "free"}
+    given = {
+        name: normal_value(name, value)
+        for name, value in by_name(overrides).items()
+        # a choice decides which runs are compared
+        if on_resume(name) != "free" or name == "experiment.best_over"
+    }
     settings = {name: given[name] for name in sorted(given, key=importance)}
     return _name("report", settings | ({} if baseline is None else {"baseline": baseline}))
 

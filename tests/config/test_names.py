@@ -16,6 +16,7 @@ from depthlm.config.names import (
     LONGEST,
     Leading,
     normal_value,
+    report_name,
     run_name,
     setting_text,
     setting_texts,
@@ -54,6 +55,12 @@ def test_a_name_omits_overrides_that_do_not_affect_the_result() -> None:
         "training.checkpoint_every=9",
     ]
     assert run_name(["size=micro", *silent]) == "vanilla-micro-seed1"
+
+
+def test_a_report_on_a_choice_has_a_folder_of_its_own() -> None:
+    sweep = ["model=vanilla,mhc", "optimizer.lr=1e-3,2e-3"]
+    assert report_name([*sweep, "experiment.title=Rates"]) == report_name(sweep) == "report-vanilla-mhc-lr1e-3-2e-3"
+    assert report_name([*sweep, "experiment.best_over=optimizer.lr"]) == f"{report_name(sweep)}-best_over-optimizer.lr"
 
 
 def test_names_that_are_too_long_or_ambiguous_end_in_a_hash() -> None:
