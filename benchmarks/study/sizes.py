@@ -129,10 +129,10 @@ def changes(first: Sweep, own: Sweep) -> Table:
         for model in [model for model in now if model in then]:
             rows = [row_of(sweep, model=model, size=size) for sweep in (first, own)]
             one, new = (f"{compose_anywhere(row.points[0].overrides).optimizer.lr:g}" for row in rows)
-            losses = [by_seed(row, own.first[1]) for row in rows]
-            moved = [abs(change) for change in minus(*losses).values()] if one == new else []
-            pairs = [] if model == "vanilla" else [paired_difference(gaps[model], 0.95) for gaps in (then, now)]
-            before, after = (difference_cell(pair, len(rows[0].points)).text for pair in pairs or (None, None))
+            both = [by_seed(row, own.first[1]) for row in rows]
+            moved = [abs(change) for change in minus(*both).values()] if one == new else []
+            pairs = [None if model == "vanilla" else paired_difference(gaps[model], 0.95) for gaps in (then, now)]
+            before, after = (difference_cell(p, len(row.points)).text for p, row in zip(pairs, rows, strict=True))
             texts = [one, before, new, after, number_text(max(moved), 3) if moved else DASH]
             table.append(cells([f"{model}, {size}", *texts]))
     head = ["one rate", "minus vanilla at one rate", "own rate", "minus vanilla at own rates", "same run, change"]
