@@ -248,6 +248,15 @@ def pretrained_tokenizer(name: str, end_of_text: str | None) -> Tokenizer:
     return (Tokenizer.from_hub if is_on_hub(name) else Tokenizer.load)(name, end_of_text)
 
 
+def check_end_of_text(tokenizer: str, option: str, token: str | None) -> None:
+    """Raise DataError if `bytes` or `bpe`, which have their own, would get another end of text.
+
+    tokenizer, option: the settings that give the tokenizer and the token, as in `data.tokenizer=bytes`.
+    """
+    if token not in (None, END_OF_TEXT):
+        raise DataError(f"{tokenizer} ends documents with {END_OF_TEXT}", f"{option}={token}", "Leave it out.")
+
+
 def bytes_tokenizer() -> Tokenizer:
     """Return the tokenizer in which byte b is token b, 256 the end of text and 257 the padding."""
     # A BPE without merges keeps each byte as it is. The byte-level alphabet represents byte b by chr(b) where that is

@@ -17,7 +17,7 @@ from depthlm.data.preparation import progress as progress_file
 from depthlm.data.preparation.prepare import check_name, locked, publish
 from depthlm.data.preparation.progress import SplitWriter
 from depthlm.data.settings import SHARD_TOKENS
-from depthlm.data.tokenizers import END_OF_TEXT, REMEDY, Tokenizer, bytes_tokenizer, pretrained_tokenizer
+from depthlm.data.tokenizers import REMEDY, Tokenizer, bytes_tokenizer, check_end_of_text, pretrained_tokenizer
 from depthlm.errors import DataError
 from depthlm.files import sync
 
@@ -66,9 +66,7 @@ def load_tokenizer(name: str, end_of_text: str | None) -> Tokenizer:
     if name == "bpe":
         raise DataError("ids need the tokenizer that made them", "--tokenizer=bpe", REMEDY.replace("`bpe`, ", ""))
     if name == "bytes":
-        if end_of_text not in (None, END_OF_TEXT):
-            what = f"the tokenizer bytes ends documents with {END_OF_TEXT}"
-            raise DataError(what, f"--end-of-text={end_of_text}", "Leave it out.")
+        check_end_of_text("--tokenizer=bytes", "--end-of-text", end_of_text)
         return bytes_tokenizer()
     return pretrained_tokenizer(name, end_of_text)
 

@@ -28,10 +28,10 @@ from depthlm.data.settings import Data, Source
 from depthlm.data.token_files import check_settings, quota, settings, token_folder
 from depthlm.data.token_files import vocab_size as vocab_size_of
 from depthlm.data.tokenizers import (
-    END_OF_TEXT,
     TOKENIZER_CONFIG,
     Tokenizer,
     bytes_tokenizer,
+    check_end_of_text,
     is_on_hub,
     parallel_tokenizers,
     pretrained_tokenizer,
@@ -83,9 +83,8 @@ def make_tokenizer(data: Data, console: Console) -> Tokenizer:
 
     Raises DataError where the tokenizer is not available, has more tokens than data.vocab_size or no end of text.
     """
-    if data.tokenizer in ("bytes", "bpe") and data.end_of_text not in (None, END_OF_TEXT):
-        what = f"data.tokenizer={data.tokenizer} ends documents with {END_OF_TEXT}"
-        raise DataError(what, f"data.end_of_text={data.end_of_text}", "Leave it out.")
+    if data.tokenizer in ("bytes", "bpe"):
+        check_end_of_text(f"data.tokenizer={data.tokenizer}", "data.end_of_text", data.end_of_text)
     if data.tokenizer == "bytes":
         return bytes_tokenizer()
     if data.tokenizer == "bpe":
