@@ -270,8 +270,7 @@ def expand(experiment: Experiment) -> list[Point]:
         line = line | {"paper": {name: value for name, value in paper.items() if name not in invalid}}
         for point in _multiplied(line):
             for value in point.settings.values():
-                labels = [above.label for above in points.values()]
-                if value.startswith("@") and value[1:] not in labels:
+                if value.startswith("@") and value[1:] not in (labels := [label for label, _ in points]):
                     errors.append(f"{where}: {value}: no earlier point has this label; allowed: {listed(labels)}")
             key = point.label, point.settings.get("seed")
             if key in points:
