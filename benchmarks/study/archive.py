@@ -43,7 +43,7 @@ STUDY = (
     "sensitivity_depth",
     "sensitivity_rate_dca",
 )
-EXPERIMENTS = (*STUDY, "transfer", "depth")
+EXPERIMENTS = (*STUDY, "transfer", "depth", "sizes")
 # experiments whose loss curves are drawn
 CURVES = ("scaling",)
 BINS = 48

@@ -12,7 +12,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from benchmarks.study import archive, depth_page, page, transfer
+from benchmarks.study import archive, depth, depth_page, page, transfer
 from depthlm.config import compose_anywhere
 from depthlm.config.saved import compare
 from depthlm.machine import environment
@@ -45,6 +45,11 @@ def test_the_tables_on_depth_are_those_of_the_records() -> None:
     text = depth_page.PAGE.read_text()
     blocks = depth_page.blocks(archive.sweep_of("depth"), archive.sweep_of("scaling"), depth_page.interventions())
     assert page.with_blocks(text, blocks) == text, "run `python benchmarks/study/depth_page.py`"
+
+
+def test_the_sizes_are_compared_for_the_mechanisms_that_the_depths_leave_in_question() -> None:
+    models = {point.settings["model"] for point in archive.points_of("sizes")}
+    assert models == {"vanilla", *depth.in_question(depth.study_of(archive.sweep_of("depth")))}
 
 
 def test_the_recorded_losses_are_drawn(sweeps: dict[str, Sweep]) -> None:
