@@ -106,6 +106,11 @@ class Study:
         )
         return tuple(dict.fromkeys([*self.failed, *deviating]))
 
+    def failing(self) -> list[str]:
+        """Return the mechanisms with such places."""
+        places = self.unstable()
+        return [model for model in (*STATIC, *LEARNED) if any(name == model for name, _ in places)]
+
 
 def study_of(sweep: Sweep) -> Study:
     """Return the reported losses of a sweep."""
@@ -138,6 +143,11 @@ def slope(gaps: Gaps, depths: Sequence[int], level: float = 0.95) -> Difference 
     line = linregress([math.log2(layers) for layers, _ in gaps], [*gaps.values()])
     half, wide = (student_t(len(gaps) - 2, share) * line.stderr for share in (0.95, level))
     return Difference(line.slope, line.slope - half, line.slope + half, len(gaps), abs(line.slope) > wide)
+
+
+def groups_without(*models: str) -> dict[str, tuple[str, ...]]:
+    """Return the two groups without some mechanisms."""
+    return {group: tuple(m for m in members if m not in models) for group, members in GROUPS.items()}
 
 
 def group_gaps(study: Study, models: Sequence[str], equal: bool = False, without: Collection[Place] = ()) -> Gaps:
@@ -238,18 +248,24 @@ def answers(study: Study) -> Table:
     """Return the slopes of the two groups and of their difference, with 95% intervals.
 
     They are also given by the means of the depths alone, since the seeds of a depth share the choice of a rate; without
-    DenseFormer; and without places whose runs may have failed. Bold: the interval excludes 0.
+    DenseFormer; without places whose runs may have failed; and without their mechanisms. Bold: the interval excludes 0.
     """
-    table, unstable = [], study.unstable()
+    table, unstable, failing = [], study.unstable(), study.failing()
     failed = ", ".join(f"{name} with {layers} layers" for name, layers in unstable)
     for equal in (False, True):
         label = f"minus vanilla{EQUAL if equal else ''}"
         table.append([Cell(label), *_answer_cells(study, GROUPS, equal)])
         table.append([Cell(f"{label}, over means of depths"), *_answer_cells(study, GROUPS, equal, over_means=True)])
-        others = GROUPS | {"static": tuple(model for model in STATIC if model != "denseformer")}
+        others = groups_without("denseformer")
         table.append([Cell(f"{label}, without denseformer"), *_answer_cells(study, others, equal)])
         if unstable:
             table.append([Cell(f"{label}, without {failed}"), *_answer_cells(study, GROUPS, equal, unstable)])
+        if failing:
+            others, label = groups_without(*failing), f"{label}, without {', '.join(failing)}"
+            table.append([Cell(label), *_answer_cells(study, others, equal)])
+            table.append(
+                [Cell(f"{label}, over means of depths"), *_answer_cells(study, others, equal, over_means=True)]
+            )
     return Table(["slope", "learned", "static", "learned - static", "learned - static, over mechanisms"], table)
 
 

@@ -5,7 +5,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.study.depth import EQUAL, GROUPS, LEARNED, STATIC, Gaps, Study, by_depth, choices, group_gaps, slope
+from benchmarks.study.depth import (
+    EQUAL,
+    GROUPS,
+    LEARNED,
+    STATIC,
+    Gaps,
+    Study,
+    by_depth,
+    choices,
+    group_gaps,
+    groups_without,
+    slope,
+)
+from benchmarks.study.differences import Difference
 from benchmarks.study.interventions import COSTS
 from depthlm.report.figures.style import mechanism_of, shaded, style_of
 from depthlm.report.rows import measured
@@ -15,6 +28,8 @@ from depthlm.sweeps.point import Point
 
 # of the losses at other rates than the best one
 HIGHEST = 0.2
+# of the differences from vanilla, in both directions, and of their slopes
+FARTHEST, STEEPEST = 0.2, 0.12
 BARS = "error bars: 95% intervals, without a correction for their number"
 
 
@@ -28,6 +43,9 @@ def draw_differences(study: Study, path: Path, stamp: str) -> None:
             draw_over_layers(panel, study, gaps, shift, model, look | {"alpha": 0.8})
         look = {"color": "0.15", "marker": "", "lw": 2.6, "capsize": 4}
         draw_over_layers(panel, study, group_gaps(study, models), 1.0, "mean of the group", look)
+        if without := sound(study, group):
+            others = group_gaps(study, groups_without(*study.failing())[group])
+            draw_over_layers(panel, study, others, 1.0, without, look | {"ls": ":"})
         panel.axhline(0, color="0.3", lw=1.3)
         panel.set_xscale("log", base=2)
         panel.set_xticks(study.layers, [str(layers) for layers in study.layers])
@@ -36,8 +54,26 @@ def draw_differences(study: Study, path: Path, stamp: str) -> None:
         panel.set_title(f"{group} reads", fontsize="medium")
         grid(panel)
     axes[0, 0].set_ylabel("validation loss - vanilla's, nats per token")
+    axes[0, 0].set_ylim(-FARTHEST, FARTHEST)
     legend_below(figure, axes.flat)
-    save(figure, path, f"{stamp}; below 0: better than vanilla; {BARS}")
+    means = {
+        f"{model} with {layers} layers": number
+        for model in (*LEARNED, *STATIC)
+        for layers, number in zip(study.layers, by_depth(study, study.gaps(model)), strict=True)
+    }
+    save(figure, path, f"{stamp}; below 0: better than vanilla; {BARS}{beyond(means, FARTHEST)}")
+
+
+def sound(study: Study, group: str) -> str:
+    """Return the label of a group without the mechanisms that failed somewhere; empty if none did."""
+    failing = [model for model in study.failing() if model in GROUPS[group]]
+    return f"mean without {', '.join(failing)}" if failing else ""
+
+
+def beyond(numbers: Mapping[str, Difference | None], limit: float) -> str:
+    """Return a text with the numbers that are beyond the limit of a picture."""
+    far = [f"{label} ({number.mean:+.2f})" for label, number in numbers.items() if number and abs(number.mean) > limit]
+    return f"\nbeyond the picture: {', '.join(far)}" if far else ""
 
 
 def draw_over_layers(panel: Any, study: Study, gaps: Gaps, shift: float, label: str, look: Mapping[str, Any]) -> None:
@@ -57,30 +93,38 @@ def draw_slopes(study: Study, path: Path, stamp: str) -> None:
     path.unlink(missing_ok=True)
     if not any(study.slope(model) for model in (*LEARNED, *STATIC)):
         return
-    names = [*LEARNED, "learned: mean", *STATIC, "static: mean"]
+    names = []
+    for group, models in GROUPS.items():
+        names += [*models, *(f"{group}: {mean}" for mean in ("mean", sound(study, group)) if mean)]
     figure, axes = subplots(1, 8.4, 6.2)
-    panel = axes[0, 0]
+    panel, slopes = axes[0, 0], dict[str, Difference | None]()
     for equal, offset, fill in ((False, -0.16, "full"), (True, 0.16, "none")):
-        for place, name in enumerate(names):
-            group = name.partition(":")[0]
-            bold = group in GROUPS
-            if bold:
-                number = slope(group_gaps(study, GROUPS[group], equal), study.depths("vanilla", equal))
-            else:
-                number = study.slope(name, equal)
-            if number is not None:
-                look = {"color": "0.15" if bold else colour_of(name), "fillstyle": fill, "ms": 8 if bold else 6}
-                marker = "D" if bold else "o"
-                panel.errorbar([number.mean], [place + offset], None, number.arms, marker=marker, capsize=3, **look)
         label = f"minus vanilla{EQUAL if equal else ''}"
+        for place, name in enumerate(names):
+            number = slopes[f"{name}, {label}"] = slope_of(study, name, equal)
+            if number is not None:
+                of_group = ":" in name
+                look = {"color": "0.15" if of_group else colour_of(name), "fillstyle": fill, "ms": 8 if of_group else 6}
+                marker = "D" if of_group else "o"
+                panel.errorbar([number.mean], [place + offset], None, number.arms, marker=marker, capsize=3, **look)
         panel.plot([], [], "o", ls="", color="0.3", fillstyle=fill, label=label)
     panel.axvline(0, color="0.3", lw=1.3)
+    panel.set_xlim(-STEEPEST, STEEPEST)
     panel.set_yticks(range(len(names)), names)
     panel.invert_yaxis()
     panel.set_xlabel("change of the difference from vanilla per doubling of the depth, nats per token")
     legend_below(figure, [panel])
     grid(panel)
-    save(figure, path, f"{stamp}; below 0: gains with depth; {BARS}")
+    save(figure, path, f"{stamp}; below 0: gains with depth; {BARS}{beyond(slopes, STEEPEST)}")
+
+
+def slope_of(study: Study, name: str, equal: bool) -> Difference | None:
+    """Return the slope of a mechanism or of a group; None while a depth is missing."""
+    group, _, mean = name.partition(": ")
+    if group not in GROUPS:
+        return study.slope(name, equal)
+    models = (GROUPS if mean == "mean" else groups_without(*study.failing()))[group]
+    return slope(group_gaps(study, models, equal), study.depths("vanilla", equal))
 
 
 def draw_choices(sweep: Sweep, path: Path) -> None:

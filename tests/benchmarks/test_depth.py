@@ -161,6 +161,10 @@ def test_answers_are_also_given_without_runs_that_may_have_failed() -> None:
     label = "minus vanilla, without vanilla with 24 layers, mhc with 12 layers"
     row = next(row for row in depth.answers(study).rows if row[0].text == label)
     assert row[1].bold
+    assert study.failing() == ["mhc"]
+    row = next(row for row in depth.answers(study).rows if row[0].text == "minus vanilla, without mhc")
+    others = [model for model in depth.LEARNED if model != "mhc"]
+    assert row[1] == depth.slope_cell(depth.slope(depth.group_gaps(study, others), study.layers))
     assert {layers for layers, _ in study.gaps("dca", without=study.unstable())} == {6, 12, 48}
     assert {layers for layers, _ in study.gaps("dca", True, [("vanilla, wider", 6)])} == {12, 24, 48}
 
