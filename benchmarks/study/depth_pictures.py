@@ -43,9 +43,8 @@ def draw_differences(study: Study, path: Path, stamp: str) -> None:
             draw_over_layers(panel, study, gaps, shift, model, look | {"alpha": 0.8})
         look = {"color": "0.15", "marker": "", "lw": 2.6, "capsize": 4}
         draw_over_layers(panel, study, group_gaps(study, models), 1.0, "mean of the group", look)
-        if without := sound(study, group):
-            others = group_gaps(study, groups_without(*study.failing())[group])
-            draw_over_layers(panel, study, others, 1.0, without, look | {"ls": ":"})
+        for label, others in without_failing(study, group).items():
+            draw_over_layers(panel, study, group_gaps(study, others), 1.0, label, look | {"ls": ":"})
         panel.axhline(0, color="0.3", lw=1.3)
         panel.set_xscale("log", base=2)
         panel.set_xticks(study.layers, [str(layers) for layers in study.layers])
@@ -64,10 +63,10 @@ def draw_differences(study: Study, path: Path, stamp: str) -> None:
     save(figure, path, f"{stamp}; below 0: better than vanilla; {BARS}{beyond(means, FARTHEST)}")
 
 
-def sound(study: Study, group: str) -> str:
-    """Return the label of a group without the mechanisms that failed somewhere; empty if none did."""
+def without_failing(study: Study, group: str) -> dict[str, Sequence[str]]:
+    """Return a group without the mechanisms that failed somewhere, by the label of its mean; empty if none did."""
     failing = [model for model in study.failing() if model in GROUPS[group]]
-    return f"mean without {', '.join(failing)}" if failing else ""
+    return {f"mean without {', '.join(failing)}": groups_without(*failing)[group]} if failing else {}
 
 
 def beyond(numbers: Mapping[str, Difference | None], limit: float) -> str:
@@ -93,38 +92,31 @@ def draw_slopes(study: Study, path: Path, stamp: str) -> None:
     path.unlink(missing_ok=True)
     if not any(study.slope(model) for model in (*LEARNED, *STATIC)):
         return
-    names = []
-    for group, models in GROUPS.items():
-        names += [*models, *(f"{group}: {mean}" for mean in ("mean", sound(study, group)) if mean)]
+    rows: dict[str, Sequence[str]] = {}
+    for group, members in GROUPS.items():
+        rows |= {model: [model] for model in members}
+        rows |= {f"{group}: {mean}": some for mean, some in ({"mean": members} | without_failing(study, group)).items()}
     figure, axes = subplots(1, 8.4, 6.2)
     panel, slopes = axes[0, 0], dict[str, Difference | None]()
     for equal, offset, fill in ((False, -0.16, "full"), (True, 0.16, "none")):
         label = f"minus vanilla{EQUAL if equal else ''}"
-        for place, name in enumerate(names):
-            number = slopes[f"{name}, {label}"] = slope_of(study, name, equal)
+        for place, (name, models) in enumerate(rows.items()):
+            number = slope(group_gaps(study, models, equal), study.layers)
+            slopes[f"{name}, {label}"] = number
             if number is not None:
-                of_group = ":" in name
+                of_group = len(models) > 1
                 look = {"color": "0.15" if of_group else colour_of(name), "fillstyle": fill, "ms": 8 if of_group else 6}
                 marker = "D" if of_group else "o"
                 panel.errorbar([number.mean], [place + offset], None, number.arms, marker=marker, capsize=3, **look)
         panel.plot([], [], "o", ls="", color="0.3", fillstyle=fill, label=label)
     panel.axvline(0, color="0.3", lw=1.3)
     panel.set_xlim(-STEEPEST, STEEPEST)
-    panel.set_yticks(range(len(names)), names)
+    panel.set_yticks(range(len(rows)), [*rows])
     panel.invert_yaxis()
     panel.set_xlabel("change of the difference from vanilla per doubling of the depth, nats per token")
     legend_below(figure, [panel])
     grid(panel)
     save(figure, path, f"{stamp}; below 0: gains with depth; {BARS}{beyond(slopes, STEEPEST)}")
-
-
-def slope_of(study: Study, name: str, equal: bool) -> Difference | None:
-    """Return the slope of a mechanism or of a group; None while a depth is missing."""
-    group, _, mean = name.partition(": ")
-    if group not in GROUPS:
-        return study.slope(name, equal)
-    models = (GROUPS if mean == "mean" else groups_without(*study.failing()))[group]
-    return slope(group_gaps(study, models, equal), study.depths("vanilla", equal))
 
 
 def draw_choices(sweep: Sweep, path: Path) -> None:
