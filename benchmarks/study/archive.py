@@ -6,17 +6,15 @@
 Runs that are recorded already stay as they are, also where their directories are gone.
 
 A line has the run's directory name, every setting that decides its losses, the numbers of its summary, and where it was
-trained; those of CURVES also have their training losses, in at most BINS means.
+trained. Those of `scaling` also have training losses, each a mean over some steps.
 """
 
 import argparse
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from depthlm.config import Config, compose_anywhere
@@ -26,7 +24,7 @@ from depthlm.files import replace_text
 from depthlm.report.rows import Row, gather
 from depthlm.report.sweep import Sweep, read_sweep
 from depthlm.run_directory import RunDirectory
-from depthlm.runs.records import COMPLETE, FAILED, WAITING, RunRecord, read_run, training_loss
+from depthlm.runs.records import COMPLETE, FAILED, WAITING, RunRecord, read_run
 from depthlm.sweeps import Point, sweep_points
 from depthlm.sweeps.best import has_result
 
@@ -34,7 +32,11 @@ RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 ARCHIVE = RESULTS / "runs"
 # the speeds measured by benchmarks/mechanisms.py
 TIMES = Path(__file__).resolve().parents[1] / "results"
-STUDY = (
+EXPERIMENTS = (
+    "depth",
+    "sizes",
+    "transfer",
+    # the first study, with one rate for all
     "start",
     "rates",
     "scaling",
@@ -43,15 +45,13 @@ STUDY = (
     "sensitivity_depth",
     "sensitivity_rate_dca",
 )
-EXPERIMENTS = (*STUDY, "transfer", "depth", "sizes")
-# experiments whose loss curves are drawn
-CURVES = ("scaling",)
-BINS = 48
 # the numbers of a summary that are recorded
 NUMBERS = ("parameters", "steps", "tokens", "training_loss", "validation_loss", "validation_perplexity",
            "forward_flops_per_token", "training_flops", "wall_seconds", "skipped")  # fmt: skip
 # names and defaults of other keys, which decide no loss themselves
 IGNORED = ("size.lr", "size.name", "size.sequence_length", "budget.name")
+# the layers, the width, that of the MLP, and the mechanism
+Model = tuple[int, int, int, str]
 
 
 def lines_of(experiment: str) -> dict[str, dict[str, Any]]:
@@ -77,24 +77,10 @@ def decisive_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def binned(rows: Sequence[dict[str, Any]]) -> list[list[float]]:
-    """Return [tokens, mean training loss] of at most BINS groups of logged rows of nearly equal length."""
-    points = [(row["tokens"], loss) for row in rows if (loss := training_loss(row)) is not None]
-    count = min(BINS, len(points))
-    edges = [round(number * len(points) / count) for number in range(count + 1)] if points else []
-    groups = [points[start:end] for start, end in itertools.pairwise(edges)]
-    return [[group[-1][0], round(fmean(loss for _, loss in group), 5)] for group in groups]
-
-
-def study_sweeps() -> dict[str, Sweep]:
-    """Return the sweep of each experiment of the study, with its committed runs."""
-    times = training_times()
-    return {experiment: sweep_of(experiment, times) for experiment in STUDY}
-
-
-def sweep_of(experiment: str, times: Mapping[tuple[int, int, str], float] | None = None) -> Sweep:
-    """Return the sweep of an experiment, with its committed runs. times: as `training_times` returns them."""
-    return read_sweep([f"experiment=depthlm/{experiment}"], read=partial(_record, lines_of(experiment), times or {}))
+def sweep_of(experiment: str) -> Sweep:
+    """Return the sweep of an experiment, with its committed runs, and the times of those whose speed was measured."""
+    lines, times = lines_of(experiment), training_times()
+    return read_sweep([f"experiment=depthlm/{experiment}"], read=partial(_record, lines, times))
 
 
 def points_of(experiment: str) -> list[Point]:
@@ -107,32 +93,31 @@ def rows_of(experiment: str) -> list[Row]:
     return gather(points_of(experiment), partial(_record, lines_of(experiment), {}))
 
 
-def training_times() -> dict[tuple[int, int, str], float]:
-    """Return the measured seconds per token of each width, number of layers and mechanism, on an idle machine."""
+def training_times() -> dict[Model, float]:
+    """Return the measured seconds per token of each model, on an idle machine."""
     times = {}
     for path in TIMES.glob("study-nano_*.json"):
         speeds = json.loads(path.read_text())
         size = compose_anywhere(speeds["shape"]).size
         vanilla = 1e-6 * speeds["presets"]["vanilla"]["microseconds_per_token"]
         for name, line in speeds["presets"].items():
-            times[size.hidden_size, size.num_layers, name] = vanilla * (1 + line["overhead"])
+            times[size.num_layers, size.hidden_size, size.intermediate_size, name] = vanilla * (1 + line["overhead"])
     return times
 
 
-def _record(lines: dict[str, Any], times: Mapping[tuple[int, int, str], float], name: str) -> RunRecord:
+def _record(lines: dict[str, Any], times: Mapping[Model, float], name: str) -> RunRecord:
     directory = Path(name)
     line = lines.get(directory.name)
     if line is None:
         return RunRecord(directory, WAITING, [], {}, {}, None)
     if "failure" in line:
         return RunRecord(directory, FAILED, [], {}, {}, line["failure"])
-    losses = enumerate(line.get("losses", []), 1)
-    rows = [{"step": number, "tokens": tokens, "loss": loss, "mean_loss": loss} for number, (tokens, loss) in losses]
     settings, summary = line["settings"], line["summary"]
-    trained = settings["size.hidden_size"], settings["size.num_layers"], settings["model.name"]
-    if trained in times:
-        summary |= {"training_seconds": summary["tokens"] * times[trained]}
-    return RunRecord(directory, COMPLETE, rows, summary, {}, None)
+    shape = (settings[f"size.{name}"] for name in ("num_layers", "hidden_size", "intermediate_size"))
+    model = (*shape, settings["model.name"])
+    if model in times:
+        summary |= {"training_seconds": summary["tokens"] * times[model]}
+    return RunRecord(directory, COMPLETE, [], summary, {}, None)
 
 
 def _recorded_or_read(lines: dict[str, Any], name: str) -> RunRecord:
@@ -160,7 +145,6 @@ def line_of(point: Point) -> dict[str, Any] | None:
         "settings": decisive_settings(load_config(run.directory)),
         "summary": {name: run.summary[name] for name in NUMBERS},
         "environment": place(environment) | {"commit": environment["git"]["commit"]},
-        "losses": binned(run.rows),
     }
 
 
@@ -184,7 +168,7 @@ def main() -> None:
         for point in points:
             name = Path(point.directory).name
             if name not in lines and (line := line_of(point)) is not None:
-                lines[name] = line if experiment in CURVES else {k: v for k, v in line.items() if k != "losses"}
+                lines[name] = line
         write_lines(experiment, [lines[name] for point in points if (name := Path(point.directory).name) in lines])
         print(f"{experiment}: {len(lines)} of {len(points)} runs")
 

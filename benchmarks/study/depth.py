@@ -34,6 +34,8 @@ LEARNED = (
     "mudd",
 )
 GROUPS = {"learned": LEARNED, "static": STATIC}
+# the mechanisms of this study with which the paper of Depth-Attention compares it
+RIVALS = ("uniform_mix", "denseformer", "attention_residuals", "mhc")
 SEEDS = 3
 # vanilla with a wider MLP
 WIDER = ("vanilla, wider", "vanilla, widest")
@@ -188,6 +190,12 @@ def between_mechanisms(first: Sequence[Difference | None], second: Sequence[Diff
     return Difference(mean, float(low), float(high), sum(map(len, slopes)), low > 0 or high < 0)
 
 
+def over_mechanisms(lines: Sequence[Difference | None]) -> Difference | None:
+    """Return the mean slope of a group, with Student's interval over its mechanisms."""
+    slopes = [line.mean for line in lines if line is not None]
+    return with_interval(over_seeds(slopes), 0.95, float) if len(slopes) == len(lines) else None
+
+
 def by_depth(study: Study, gaps: Gaps, level: float = 0.95) -> list[Difference | None]:
     """Return the mean of gaps at each depth, with the deviation over seeds pooled over the depths.
 
@@ -229,25 +237,37 @@ def is_in_question(study: Study, gaps: Gaps) -> bool:
 def differences(study: Study, equal: bool = False) -> Table:
     """Return the difference of each mechanism from vanilla at each depth, its mean, and its slope over the depth.
 
-    Bold: the interval excludes 0 also with the correction for all differences, all means, or all slopes, of the table.
     equal: vanilla with equal parameters.
     """
-    models, table = [*STATIC, *LEARNED], []
-    level = corrected(len(models))
-    for model in models:
-        gaps = study.gaps(model, equal)
-        numbers = by_depth(study, gaps, corrected(len(models) * len(study.layers)))
-        shown = [difference_cell(number, SEEDS) for number in numbers]
-        mean = difference_cell(over_depths(study, gaps, level), SEEDS * len(study.layers))
-        table.append([Cell(model), *shown, mean, slope_cell(study.slope(model, equal, level=level))])
-    title = f"minus vanilla{EQUAL if equal else ''}"
-    return Table([title, *(f"{each} layers" for each in study.layers), "mean", "slope"], table)
+    gaps = {model: study.gaps(model, equal) for model in (*STATIC, *LEARNED)}
+    return _over_depths(study, f"minus vanilla{EQUAL if equal else ''}", gaps)
+
+
+def rivals(study: Study) -> Table:
+    """Return the differences of Depth-Attention from the mechanisms with which its paper compares it."""
+    own = study.gaps("depth_attention")
+    return _over_depths(study, "depth_attention minus", {model: minus(own, study.gaps(model)) for model in RIVALS})
+
+
+def _over_depths(study: Study, title: str, gaps: Mapping[str, Gaps]) -> Table:
+    """Return each mean of gaps at each depth, over the depths, and its slope.
+
+    Bold: the interval excludes 0 also with the correction for all differences, all means, or all slopes, of the table.
+    """
+    table, depths = [], study.layers
+    level, narrow = corrected(len(gaps)), corrected(len(gaps) * len(depths))
+    for label, each in gaps.items():
+        shown = [difference_cell(number, SEEDS) for number in by_depth(study, each, narrow)]
+        mean = difference_cell(over_depths(study, each, level), SEEDS * len(depths))
+        table.append([Cell(label), *shown, mean, slope_cell(slope(each, depths, level))])
+    return Table([title, *(f"{layers} layers" for layers in depths), "mean", "slope"], table)
 
 
 def answers(study: Study) -> Table:
     """Return the slopes of the two groups and of their difference, with 95% intervals.
 
-    They are also given by the means of the depths alone, since the seeds of a depth share the choice of a rate; without
+    They are also given over mechanisms, which takes those of a group as a sample; by the means of the depths alone,
+    since the seeds of a depth share the choice of a rate; without
     DenseFormer; without places whose runs may have failed; and without their mechanisms. Bold: the interval excludes 0.
     """
     table, unstable, failing = [], study.unstable(), study.failing()
@@ -266,7 +286,8 @@ def answers(study: Study) -> Table:
             table.append(
                 [Cell(f"{label}, over means of depths"), *_answer_cells(study, others, equal, over_means=True)]
             )
-    return Table(["slope", "learned", "static", "learned - static", "learned - static, over mechanisms"], table)
+    columns = ["learned", "static", "learned - static"]
+    return Table(["slope", *columns, *(f"{column}, over mechanisms" for column in columns)], table)
 
 
 def _answer_cells(
@@ -282,13 +303,24 @@ def _answer_cells(
     depths = study.depths("vanilla", equal, without)
     lines = [slope(each, depths) for each in (*gaps, minus(*gaps))]
     singles = [[study.slope(model, equal, without) for model in groups[name]] for name in ("learned", "static")]
-    # Welch's interval already has no seeds
-    return [slope_cell(line) for line in (*lines, None if over_means else between_mechanisms(*singles))]
+    # the intervals over mechanisms already have no seeds
+    means = [None] * 3 if over_means else [*map(over_mechanisms, singles), between_mechanisms(*singles)]
+    return [slope_cell(line) for line in (*lines, *means)]
 
 
 def slope_cell(line: Difference | None) -> Cell:
     """Return the cell of a slope."""
     return difference_cell(line, 0, 4)
+
+
+def unstable_losses(study: Study) -> Table:
+    """Return the loss of each seed, where a run may have failed."""
+    seeds = sorted({seed for by in study.losses.values() for seed in by})
+    table = [
+        cells([name, str(layers), *(number_text(study.losses.get((name, layers), {}).get(seed), 3) for seed in seeds)])
+        for name, layers in study.unstable()
+    ]
+    return Table(["validation loss", "layers", *(f"seed {seed}" for seed in seeds)], table)
 
 
 def vanilla_losses(study: Study) -> Table:

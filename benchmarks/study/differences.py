@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from depthlm.config import compose_anywhere
 from depthlm.report.rows import Measured, Row, by_seed, difference, measured, over_seeds, pooled
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Cell, number_text, signed_text
@@ -86,20 +85,6 @@ def gaps_to_vanilla(sweep: Sweep, key: str, value: str) -> dict[str, dict[str, f
     losses = {row.settings["model"]: by_seed(row, sweep.first[1]) for row in sweep.rows if row.settings[key] == value}
     vanilla = losses.pop("vanilla")
     return {"vanilla": vanilla} | {model: minus(by_model, vanilla) for model, by_model in losses.items()}
-
-
-def rate_changes(sweep: Sweep) -> tuple[str, list[str], dict[str, list[Difference | None]]]:
-    """Return the learning rate of the study, the others tried, and by how much each changes the loss of each model."""
-    models = values_of(sweep, "model")
-    rate = f"{compose_anywhere([f'size={sweep.configs[0].size.name}']).size.lr:g}"
-    others = [other for other in values_of(sweep, "optimizer.lr") if other != rate]
-    losses = {(row.settings["model"], row.settings["optimizer.lr"]): by_seed(row, sweep.first[1]) for row in sweep.rows}
-    level = corrected(len(models) * len(others))
-    changes = {
-        model: [paired_difference(minus(losses[model, other], losses[model, rate]), level) for other in others]
-        for model in models
-    }
-    return rate, others, changes
 
 
 def with_interval(number: Measured | None, level: float, nats: Callable[[float], float]) -> Difference | None:

@@ -5,138 +5,167 @@
 The tables replace the blocks between `<!-- name -->` and `<!-- end -->` in docs/results/README.md.
 """
 
-import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
 
-from benchmarks.study.archive import RESULTS, lines_of, study_sweeps
-from benchmarks.study.differences import (
-    corrected,
-    difference_cell,
-    gaps_to_vanilla,
-    minus,
-    paired_difference,
-    rate_changes,
-    row_of,
-    values_of,
-    with_deviation,
+from benchmarks.study import depth
+from benchmarks.study.archive import RESULTS, lines_of, points_of, sweep_of
+from benchmarks.study.differences import row_of
+from benchmarks.study.interventions import COSTS
+from benchmarks.study.pictures import draw_choices, draw_differences, draw_interventions, draw_slopes
+from benchmarks.study.sizes import (
+    against,
+    at_every_size,
+    changes,
+    costs,
+    depths_as_sizes,
+    losses,
+    needs,
+    shapes,
+    views_of,
+    with_depth,
 )
-from benchmarks.study.pictures import draw_all
-from benchmarks.study.sizes import against, costs, losses, needs, shapes, views_of
 from depthlm.files import replace_text
-from depthlm.report.rows import measured, over_seeds
-from depthlm.report.scaling_laws import curves, fit_table
+from depthlm.report.figures.scaling import draw_scaling
+from depthlm.report.rows import Row, number
+from depthlm.report.scaling_laws import curves, fit_table, savings
 from depthlm.report.sweep import Sweep
-from depthlm.report.tables import DASH, Cell, Table, cells, markdown, number_text
-from depthlm.runs.records import COMPLETE
+from depthlm.report.tables import DASH, Table, cells, markdown, number_text, signed_text
+from depthlm.runs.records import WAITING
 
 PAGE = RESULTS / "README.md"
-# the mechanisms that the paper of Depth-Attention compares it with
-RIVALS = ("uniform_mix", "attention_residuals", "attention_residuals_recency", "mhc", "denseformer")
+# the layers of the models with interventions
+LAYERS = "12"
+# the lines of benchmarks/study/interventions.py, by mechanism
+Results = Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Records:
+    """What the page shows. first: the study of sizes with one rate for all."""
+
+    depth: Sweep
+    sizes: Sweep
+    first: Sweep
+    interventions: Results
+
+
+def read_records() -> Records:
+    """Return the committed records."""
+    return Records(sweep_of("depth"), sweep_of("sizes"), sweep_of("scaling"), interventions())
 
 
 def main() -> None:
-    sweeps = study_sweeps()
-    replace_text(PAGE, with_blocks(PAGE.read_text(), blocks(sweeps)))
-    draw_all(sweeps, views_of(sweeps["scaling"]), RESULTS)
+    records = read_records()
+    replace_text(PAGE, with_blocks(PAGE.read_text(), blocks(records)))
+    draw_all(records, RESULTS)
     print(f"written to {PAGE}")
 
 
-def with_blocks(text: str, content: dict[str, str]) -> str:
+def draw_all(records: Records, folder: Path) -> None:
+    """Draw the pictures of the page into a folder."""
+    study, stamp = depth.study_of(records.depth), records.depth.stamp()
+    draw_differences(study, folder / "depth.png", stamp)
+    draw_slopes(study, folder / "slopes.png", stamp)
+    draw_choices(records.depth, folder / "choices.png")
+    draw_interventions(
+        records.interventions, folder / "interventions.png", f"experiment=depthlm/depth, {LAYERS} layers"
+    )
+    sizes = at_every_size(with_depth(records.sizes, records.depth))
+    views = views_of(sizes)
+    fitted = curves(sizes, views)
+    draw_scaling(sizes, fitted, savings(sizes, fitted), folder / "scaling.png", views)
+
+
+def with_blocks(text: str, content: Mapping[str, str]) -> str:
     """Return the page with the content of each block replaced. Raises KeyError for an unknown block."""
     pattern = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
     return pattern.sub(lambda match: f"<!-- {match[1]} -->\n\n{content[match[1]]}\n\n<!-- end -->", text)
 
 
-def blocks(sweeps: Mapping[str, Sweep]) -> dict[str, str]:
-    """Return the tables of the page, as Markdown, by the names of their blocks. sweeps: by experiment."""
-    scaling = sweeps["scaling"]
+def blocks(records: Records) -> dict[str, str]:
+    """Return the tables of the page, as Markdown, by the names of their blocks."""
+    study, own = depth.study_of(records.depth), with_depth(records.sizes, records.depth)
+    sizes = at_every_size(own)
+    others = {row.settings["model"]: (row.settings["model"], "vanilla") for row in sizes.rows}
+    others.pop("vanilla")
     tables = {
-        "sizes": shapes(scaling),
-        "shapes": shapes(sweeps["sensitivity_depth"], "size.num_layers"),
-        "costs": costs(scaling),
-        "losses": losses(scaling),
-        "differences": against(
-            scaling, "against vanilla", {x: (x, "vanilla") for x in values_of(scaling, "model")[1:]}
-        ),
-        "rivals": against(scaling, "depth_attention against", {x: ("depth_attention", x) for x in RIVALS}),
-        "fits": fit_table(scaling, curves(scaling)),
-        "needs": needs(scaling),
-        "start": start(sweeps["start"]),
-        "rates": rates(sweeps["rates"]),
-        "embedding": sensitivity(sweeps["sensitivity_embedding"], "size.embedding_init_std"),
-        "rate": sensitivity(sweeps["sensitivity_rate"], "optimizer.lr"),
-        "depth": sensitivity(sweeps["sensitivity_depth"], "size.num_layers"),
-        "dca": sensitivity(sweeps["sensitivity_rate_dca"], "optimizer.lr"),
+        "spent": spent(records),
+        "answers": depth.answers(study),
+        "differences": depth.differences(study),
+        "unstable": depth.unstable_losses(study),
+        "equal": depth.differences(study, equal=True),
+        "rivals": depth.rivals(study),
+        "losses": losses(sizes),
+        "against": against(sizes, "minus vanilla", others),
+        "fits": fit_table(sizes, curves(sizes)),
+        "needs": needs(sizes),
+        "interventions": interventions_table(records.interventions),
+        "changes": changes(records.first, own),
+        "rates": depth.chosen_rates(records.depth),
+        "rates_of_sizes": depth.chosen_rates(records.sizes),
+        "costs": costs(depths_as_sizes(records.depth)),
+        "costs_of_sizes": costs(sizes),
+        "vanilla": depth.vanilla_losses(study),
+        "shapes": shapes(records.depth, "task"),
+        "shapes_of_sizes": shapes(sizes),
     }
-    return {"state": state(sweeps), "point": point(scaling)} | {name: markdown(table) for name, table in tables.items()}
+    return {"point": point(records.sizes)} | {name: markdown(table) for name, table in tables.items()}
 
 
-def state(sweeps: Mapping[str, Sweep]) -> str:
-    """Return how many runs of each experiment are complete."""
-    counts = []
-    for experiment, sweep in sweeps.items():
-        complete = sum(run.state == COMPLETE for run in sweep.runs)
-        counts.append(f"{complete} of {len(sweep.runs)} (`{experiment}`)")
-    return f"Complete runs: {', '.join(counts)}."
+def interventions() -> Results:
+    """Return the committed results of the interventions, by mechanism."""
+    lines, results = lines_of("interventions"), dict[str, list[dict[str, Any]]]()
+    for point in points_of("depth"):
+        line = lines.get(Path(point.directory).name)
+        if line is not None and point.settings["size.num_layers"] == LAYERS:
+            results.setdefault(point.settings["model"], []).append(line)
+    return results
+
+
+def spent(records: Records) -> Table:
+    """Return how many runs chose and reported, and how long they trained."""
+    table = []
+    for name, sweep in {"depth": records.depth, "sizes": records.sizes}.items():
+        table.append(cells([name, *(text for rows in (sweep.selection, sweep.rows) for text in _spent(rows))]))
+    both = [[*records.depth.selection, *records.sizes.selection], [*records.depth.rows, *records.sizes.rows]]
+    table.append(cells(["both", *(text for rows in both for text in _spent(rows))]))
+    return Table(["study", "runs to choose rates", "hours of one core", "runs that report", "hours of one core"], table)
+
+
+def _spent(rows: Sequence[Row]) -> list[str]:
+    runs = [run for row in rows for run in row.runs if run.state != WAITING]
+    return [str(len(runs)), number_text(sum(number(run, "wall_seconds") or 0.0 for run in runs) / 3600, 1)]
+
+
+def interventions_table(results: Results) -> Table:
+    """Return, of each mechanism, means over seeds of the rank correlation and of what each intervention costs."""
+    table = []
+    for model, lines in results.items():
+        ranks = [line["rank"] for line in lines if line.get("rank") is not None]
+        texts = [f"{lines[0].get('edges', 0)}", number_text(fmean(ranks), 2) if ranks else DASH]
+        for name in COSTS:
+            added = [line[name] - line["loss"] for line in lines if name in line]
+            texts.append(signed_text(fmean(added), 4) if added else DASH)
+        table.append(cells([model, *texts]))
+    return Table(["mechanism", "edges", "rank correlation", *COSTS.values()], table)
 
 
 def point(sweep: Sweep) -> str:
-    """Return what the run gives that the page repeats, and where that holds."""
+    """Return the command of the run that the page repeats, what it gives, and where that holds."""
     row = row_of(sweep, model="vanilla", size="nano_60k")
-    line = lines_of("scaling")[row.runs[row.seeds.index("1")].directory.name]
-    loss, place = line["summary"]["validation_loss"], line["environment"]
-    versions = f"Python {place['python']} and torch {place['torch']}"
-    return f"Its validation loss is {loss} on the processor {place['device']} with {versions}."
-
-
-def start(sweep: Sweep) -> Table:
-    """Return vanilla's loss by the start of its weights: the best learning rate of each."""
-    table = []
-    for size in values_of(sweep, "size"):
-        rows = [row for row in sweep.rows if row.settings["size"] == size]
-        for pair in sorted({(r.settings["size.init_std"], r.settings["size.embedding_init_std"]) for r in rows}):
-            started = [r for r in rows if (r.settings["size.init_std"], r.settings["size.embedding_init_std"]) == pair]
-            by_rate = {r.settings["optimizer.lr"]: measured(r, sweep.first[1]) for r in started}
-            known = {rate: number.mean for rate, number in by_rate.items() if number is not None}
-            best = min(known, key=lambda rate: known[rate], default=None)
-            tried = ", ".join(sorted(by_rate, key=float))
-            loss = None if best is None else known[best]
-            table.append(cells([size, *pair, tried, best or DASH, number_text(loss, 3)]))
-    head = ["size", "init_std", "embedding_init_std", "rates tried", "best rate", "validation loss"]
-    return Table(head, table)
-
-
-def rates(sweep: Sweep) -> Table:
-    """Return the loss of each mechanism at the learning rate of the study, and its changes at the others tried.
-
-    Bold: changes whose interval excludes 0 also with the correction for the number of changes.
-    """
-    rate, others, changes = rate_changes(sweep)
-    table = []
-    for model, by_rate in changes.items():
-        row = row_of(sweep, model=model, optimizer__lr=rate)
-        changed = [difference_cell(change, len(row.points)) for change in by_rate]
-        table.append([Cell(model), Cell(with_deviation(measured(row, sweep.first[1]))), *changed])
-    return Table(["validation loss", f"at {rate}", *(f"change at {other}" for other in others)], table)
-
-
-def sensitivity(sweep: Sweep, key: str) -> Table:
-    """Return vanilla's loss and the differences of the others at each value of a setting, then how both change."""
-    models, values = values_of(sweep, "model"), values_of(sweep, key)
-    changes = list(itertools.combinations(values, 2))
-    level = corrected(len(values) * len(models[1:]) + len(changes) * len(models))
-    planned = len(sweep.rows[0].points)
-    table, gaps = [], {value: gaps_to_vanilla(sweep, key, value) for value in values}
-    for value, by_model in gaps.items():
-        against = [difference_cell(paired_difference(by_model[model], level), planned) for model in models[1:]]
-        table.append([Cell(value), Cell(with_deviation(over_seeds(list(by_model["vanilla"].values())))), *against])
-    for before, after in changes:
-        moved = [
-            difference_cell(paired_difference(minus(gaps[after][m], gaps[before][m]), level), planned) for m in models
-        ]
-        table.append([Cell(f"change from {before} to {after}"), *moved])
-    return Table([key, "vanilla", *(f"{model} - vanilla" for model in models[1:])], table)
+    place = row.seeds.index("1")
+    line = lines_of("sizes")[row.runs[place].directory.name]
+    loss, where = line["summary"]["validation_loss"], line["environment"]
+    versions = f"Python {where['python']} and torch {where['torch']}"
+    command = f"python train.py {' '.join(row.points[place].overrides)}"
+    file = f"{row.points[place].directory}/summary.json"
+    place_of = f"on the processor {where['device']} with {versions}"
+    return f"```sh\n{command}\n```\n\nThen `validation_loss` in `{file}` is {loss} {place_of}."
 
 
 if __name__ == "__main__":

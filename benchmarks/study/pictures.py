@@ -1,147 +1,189 @@
-"""The five pictures of docs/results."""
+"""The pictures of docs/results, but that of the scaling laws: differences, slopes, rates and interventions."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from benchmarks.study.differences import Difference, gaps_to_vanilla, paired_difference, rate_changes, values_of
-from depthlm.config.experiment import Column
-from depthlm.report.figures.loss_curves import draw_loss_curves, panels_of
-from depthlm.report.figures.scaling import draw_scaling
-from depthlm.report.figures.style import mechanism_of
-from depthlm.report.rows import measured, over_seeds
-from depthlm.report.scaling_laws import curves, savings
+from benchmarks.study.depth import (
+    EQUAL,
+    GROUPS,
+    LEARNED,
+    STATIC,
+    Gaps,
+    Study,
+    by_depth,
+    choices,
+    group_gaps,
+    groups_without,
+    slope,
+)
+from benchmarks.study.differences import Difference
+from benchmarks.study.interventions import COSTS
+from depthlm.report.figures.style import mechanism_of, shaded, style_of
+from depthlm.report.rows import measured
 from depthlm.report.sweep import Sweep
-from depthlm.report.tables import number_text
-from depthlm.runs.plots import grid, legend_below, save, subplots
-from depthlm.runs.records import COMPLETE
+from depthlm.runs.plots import MARKERS, grid, legend_below, save, subplots
 from depthlm.sweeps.point import Point
 
-PICTURES = ("start.png", "rates.png", "loss_curves.png", "scaling.png", "sensitivity.png")
-SENSITIVITY = {
-    "sensitivity_depth": ("size.num_layers", "layers, at equal parameters outside the embedding"),
-    "sensitivity_embedding": ("size.embedding_init_std", "initial standard deviation of the embedding"),
-    "sensitivity_rate": ("optimizer.lr", "peak learning rate"),
-    "sensitivity_rate_dca": ("optimizer.lr", "peak learning rate"),
-}
+# of the losses at other rates than the best one
+HIGHEST = 0.2
+# of the differences from vanilla, in both directions, and of their slopes
+FARTHEST, STEEPEST = 0.2, 0.12
+BARS = "error bars: 95% intervals, without a correction for their number"
 
 
-def draw_all(sweeps: Mapping[str, Sweep], views: Mapping[str, Column], folder: Path) -> None:
-    """Draw the pictures of the page into a folder. sweeps: by experiment. views: of the scaling laws."""
-    scaling = sweeps["scaling"]
-    for name in PICTURES:
-        # the picture of other records must not stay
-        (folder / name).unlink(missing_ok=True)
-    _draw_start(sweeps["start"], folder / "start.png")
-    _draw_rates(sweeps["rates"], folder / "rates.png")
-    draw_loss_curves(panels_of(scaling), folder / "loss_curves.png", scaling.stamp())
-    fitted = curves(scaling, views)
-    draw_scaling(scaling, fitted, savings(scaling, fitted), folder / "scaling.png", views)
-    _draw_sensitivity(sweeps, folder / "sensitivity.png")
-
-
-def _draw_start(sweep: Sweep, path: Path) -> None:
-    """Draw vanilla's loss over the embedding's initial deviation, a line per that of the matrices, a panel per size."""
-    groups: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for size in values_of(sweep, "size"):
-        rows = [row for row in sweep.rows if row.settings["size"] == size]
-        for std in dict.fromkeys(row.settings["size.init_std"] for row in rows):
-            drawn_rows = [row for row in rows if row.settings["size.init_std"] == std]
-            points = []
-            for start in dict.fromkeys(row.settings["size.embedding_init_std"] for row in drawn_rows):
-                tried = [row for row in drawn_rows if row.settings["size.embedding_init_std"] == start]
-                if numbers := [number.mean for row in tried if (number := measured(row, sweep.first[1]))]:
-                    points.append((float(start), min(numbers)))
-            if points:
-                groups.setdefault(size, {})[std] = sorted(points)
-    # a panel needs more than one initialization of the embedding
-    groups = {size: lines for size, lines in groups.items() if any(len(points) > 1 for points in lines.values())}
-    if not groups:
-        return
-    figure, axes = subplots(len(groups), 5.2 * len(groups), 4.2)
-    colours = {std: f"C{number}" for number, std in enumerate(values_of(sweep, "size.init_std"))}
-    for panel, (size, lines) in zip(axes[0], groups.items(), strict=True):
-        for std, points in lines.items():
-            panel.plot(
-                *zip(*points, strict=True),
-                "o-",
-                color=colours[std],
-                label=f"initial standard deviation of matrices: {std}",
-            )
-        panel.set(xscale="log", xlabel="initial standard deviation of the embedding", ylabel="validation loss")
-        drawn = sorted({start for points in lines.values() for start, _ in points})
-        panel.set_xticks(drawn, [f"{start:g}" for start in drawn])
-        panel.minorticks_off()
-        panel.set_title(f"vanilla, {size}, at the best rate tried", fontsize="medium")
-        panel.legend(frameon=False, fontsize="small")
-        grid(panel)
-    shown = replace(sweep, rows=[row for row in sweep.rows if row.settings["size"] in groups])
-    save(figure, path, shown.stamp())
-
-
-def _draw_rates(sweep: Sweep, path: Path) -> None:
-    """Draw how the loss of each mechanism differs at other learning rates than that of the study."""
-    rate, others, changes = rate_changes(sweep)
-    if not any(change is not None for by_rate in changes.values() for change in by_rate):
-        return
-    figure, axes = subplots(1, 8, 4.8)
-    panel = axes[0, 0]
-    for number, (other, marker) in enumerate(zip(others, "os", strict=True)):
-        look = {"marker": marker, "ls": "", "fillstyle": "none" if number else "full"}
-        for place, (model, by_rate) in enumerate(changes.items()):
-            if (change := by_rate[number]) is not None:
-                y = place - 0.12 + 0.24 * number
-                colour = mechanism_of(Point([], {"model": model})).colour
-                panel.errorbar([change.mean], [y], None, change.arms, capsize=3, color=colour, **look)
-        panel.plot([], [], color="0.3", label=f"at {other}", **look)
-    panel.axvline(0, color="0.3", lw=1.3)
-    panel.set_yticks(range(len(changes)), list(changes))
-    panel.invert_yaxis()
-    panel.set(xlabel=f"change of the validation loss from that at {rate} (right of 0: worse)")
-    size = sweep.configs[0].size.name
-    panel.set_title(f"Change of the loss at half and at twice the learning rate, {size}", fontsize="medium")
-    panel.legend(frameon=False, fontsize="small")
-    grid(panel)
-    save(figure, path, f"{sweep.stamp()}; error bars: 95% intervals, paired by seed, without a correction")
-
-
-def _draw_sensitivity(sweeps: Mapping[str, Sweep], path: Path) -> None:
-    """Draw the differences against vanilla over each setting that the study varies."""
-    if not any(run.state == COMPLETE for experiment in SENSITIVITY for run in sweeps[experiment].runs):
-        return
-    figure, axes = subplots(2, 11, 8.6, rows=2)
-    for panel, (experiment, (key, title)) in zip(axes.flat, SENSITIVITY.items(), strict=True):
-        sweep = sweeps[experiment]
-        values = values_of(sweep, key)
-        ticks = []
-        for place, value in enumerate(values):
-            gaps = gaps_to_vanilla(sweep, key, value)
-            vanilla = over_seeds(list(gaps.pop("vanilla").values()))
-            ticks.append(f"{float(value):g}\n(vanilla: {number_text(None if vanilla is None else vanilla.mean, 3)})")
-            for number, (model, gap) in enumerate(gaps.items()):
-                if (difference := paired_difference(gap, 0.95)) is not None:
-                    _draw_difference(panel, place + 0.06 * number, difference, model)
-        panel.set_xlim(-0.4, len(values) - 0.6)
+def draw_differences(study: Study, path: Path, stamp: str) -> None:
+    """Draw the difference of each mechanism from vanilla over the layers, a panel per group, with the group's mean."""
+    figure, axes = subplots(2, 11.5, 5.2, sharey=True)
+    for panel, (group, models) in zip(axes[0], GROUPS.items(), strict=True):
+        for number, (model, style) in enumerate(zip(models, styles(models), strict=True)):
+            gaps, shift = study.gaps(model), 1 + 0.035 * (number - (len(models) - 1) / 2)
+            look = {"color": style.colour, "marker": style.marker, "ls": style.dash, "lw": 1, "ms": 5, "capsize": 2}
+            draw_over_layers(panel, study, gaps, shift, model, look | {"alpha": 0.8})
+        look = {"color": "0.15", "marker": "", "lw": 2.6, "capsize": 4}
+        draw_over_layers(panel, study, group_gaps(study, models), 1.0, "mean of the group", look)
+        for label, others in without_failing(study, group).items():
+            draw_over_layers(panel, study, group_gaps(study, others), 1.0, label, look | {"ls": ":"})
         panel.axhline(0, color="0.3", lw=1.3)
-        panel.set(xlabel=title, ylabel="validation loss - vanilla's")
-        panel.set_xticks(range(len(values)), ticks)
-        size = f"{'those of ' if key == 'size.num_layers' else ''}{sweep.configs[0].size.name}"
-        panel.set_title(f"{sweep.experiment.title} ({size})\n{sweep.stamp()}", fontsize="medium")
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(study.layers, [str(layers) for layers in study.layers])
+        panel.minorticks_off()
+        panel.set_xlabel("layers")
+        panel.set_title(f"{group} reads", fontsize="medium")
         grid(panel)
+    axes[0, 0].set_ylabel("validation loss - vanilla's, nats per token")
+    axes[0, 0].set_ylim(-FARTHEST, FARTHEST)
     legend_below(figure, axes.flat)
-    bars = "error bars: 95% intervals of differences paired by seed, without a correction"
-    save(figure, path, f"below 0: better than vanilla; {bars}; scales differ")
-
-
-def _draw_difference(panel: Any, place: float, number: Difference, model: str) -> None:
-    shown = panel.get_legend_handles_labels()[1]
-    label = None if model in shown else model
-    style = {
-        "color": mechanism_of(Point([], {"model": model})).colour,
-        "marker": "o",
-        "ls": "",
-        "capsize": 3,
-        "label": label,
+    means = {
+        f"{model} with {layers} layers": number
+        for model in (*LEARNED, *STATIC)
+        for layers, number in zip(study.layers, by_depth(study, study.gaps(model)), strict=True)
     }
-    panel.errorbar([place], [number.mean], number.arms, **style)
+    save(figure, path, f"{stamp}; below 0: better than vanilla; {BARS}{beyond(means, FARTHEST)}")
+
+
+def without_failing(study: Study, group: str) -> dict[str, Sequence[str]]:
+    """Return a group without the mechanisms that failed somewhere, by the label of its mean; empty if none did."""
+    failing = [model for model in study.failing() if model in GROUPS[group]]
+    return {f"mean without {', '.join(failing)}": groups_without(*failing)[group]} if failing else {}
+
+
+def beyond(numbers: Mapping[str, Difference | None], limit: float) -> str:
+    """Return a text with the numbers that are beyond the limit of a picture."""
+    far = [f"{label} ({number.mean:+.2f})" for label, number in numbers.items() if number and abs(number.mean) > limit]
+    return f"\nbeyond the picture: {', '.join(far)}" if far else ""
+
+
+def draw_over_layers(panel: Any, study: Study, gaps: Gaps, shift: float, label: str, look: Mapping[str, Any]) -> None:
+    """Draw the mean of gaps over seeds at each number of layers, with intervals. shift: factor of the places."""
+    numbers = zip(study.layers, by_depth(study, gaps), strict=True)
+    known = [(layers * shift, number) for layers, number in numbers if number is not None]
+    if known:
+        arms = [[arm for _, number in known for arm in number.arms[side]] for side in (0, 1)]
+        panel.errorbar([x for x, _ in known], [n.mean for _, n in known], arms, label=label, **look)
+
+
+def draw_slopes(study: Study, path: Path, stamp: str) -> None:
+    """Draw the slope of each mechanism and of the two groups, in vanilla's shape and at equal parameters.
+
+    Without a slope there is no picture.
+    """
+    path.unlink(missing_ok=True)
+    if not any(study.slope(model) for model in (*LEARNED, *STATIC)):
+        return
+    rows: dict[str, Sequence[str]] = {}
+    for group, members in GROUPS.items():
+        rows |= {model: [model] for model in members}
+        rows |= {f"{group}: {mean}": some for mean, some in ({"mean": members} | without_failing(study, group)).items()}
+    figure, axes = subplots(1, 8.4, 6.2)
+    panel, slopes = axes[0, 0], dict[str, Difference | None]()
+    for equal, offset, fill in ((False, -0.16, "full"), (True, 0.16, "none")):
+        label = f"minus vanilla{EQUAL if equal else ''}"
+        for place, (name, models) in enumerate(rows.items()):
+            number = slope(group_gaps(study, models, equal), study.layers)
+            slopes[f"{name}, {label}"] = number
+            if number is not None:
+                of_group = len(models) > 1
+                look = {"color": "0.15" if of_group else colour_of(name), "fillstyle": fill, "ms": 8 if of_group else 6}
+                marker = "D" if of_group else "o"
+                panel.errorbar([number.mean], [place + offset], None, number.arms, marker=marker, capsize=3, **look)
+        panel.plot([], [], "o", ls="", color="0.3", fillstyle=fill, label=label)
+    panel.axvline(0, color="0.3", lw=1.3)
+    panel.set_xlim(-STEEPEST, STEEPEST)
+    panel.set_yticks(range(len(rows)), [*rows])
+    panel.invert_yaxis()
+    panel.set_xlabel("change of the difference from vanilla per doubling of the depth, nats per token")
+    legend_below(figure, [panel])
+    grid(panel)
+    save(figure, path, f"{stamp}; below 0: gains with depth; {BARS}{beyond(slopes, STEEPEST)}")
+
+
+def draw_choices(sweep: Sweep, path: Path) -> None:
+    """Draw the loss of the runs that choose over the learning rate, a panel per mechanism and a line per depth."""
+    groups = {key: group for key, group in choices(sweep).items() if key[1].endswith("layers")}
+    models, tasks = (list(dict.fromkeys(key[place] for key in groups)) for place in (0, 1))
+    across = -(-len(models) // 2)
+    figure, axes = subplots(across, 2.1 * across + 0.6, 5.4, rows=2, sharex=True, sharey=True)
+    for panel, model in zip(axes.flat, models, strict=False):
+        for number, task in enumerate(tasks):
+            group = groups[model, task]
+            numbers = {float(value[0] or 0): measured(row, group.column) for value, row in group.grid.items()}
+            known = {rate: loss.mean for rate, loss in sorted(numbers.items()) if loss is not None}
+            if known:
+                best = min(known.values())
+                look = {"color": shaded("#0072B2", 0.6 - 0.4 * number), "marker": MARKERS[number], "ms": 4, "lw": 1.3}
+                panel.plot([*known], [loss - best for loss in known.values()], label=task, **look)
+        panel.set_xscale("log")
+        panel.set_title(model, fontsize="small")
+        grid(panel)
+    tried = sorted({float(value[0] or 0) for group in groups.values() for value in group.grid})
+    axes[0, 0].set_xticks(tried, [f"{1000 * rate:g}" for rate in tried])
+    axes[0, 0].minorticks_off()
+    axes[0, 0].set_ylim(-0.01, HIGHEST)
+    for panel in axes.flat[len(models) :]:
+        panel.set_visible(False)
+    axes[1, across // 2].set_xlabel("peak learning rate, in thousandths")
+    figure.supylabel("validation loss - that of the best rate", fontsize="medium")
+    legend_below(figure, axes.flat)
+    save(figure, path, f"experiment=depthlm/depth, the seed that chooses; differences above {HIGHEST} are cut off")
+
+
+def draw_interventions(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, stamp: str) -> None:
+    """Draw the rank correlation of weight and use, and what fewer sources or fixed weights cost, by mechanism."""
+    figure, axes = subplots(2, 11.5, 4.8, sharey=True)
+    for place, (model, lines) in enumerate(results.items()):
+        colour = colour_of(model)
+        ranks = [line["rank"] for line in lines if line.get("rank") is not None]
+        if ranks:
+            axes[0, 0].plot(ranks, [place] * len(ranks), "o", color=colour, alpha=0.5)
+            axes[0, 0].plot([fmean(ranks)], [place], "|", color=colour, ms=16, mew=2.5)
+        for number, name in enumerate(COSTS):
+            costs = [line[name] - line["loss"] for line in lines if name in line]
+            if costs:
+                y = place + 0.2 * (number - 1.5)
+                look = {"marker": "x" if name == "means" else "o", "ms": 4 + 1.5 * number, "fillstyle": "none"}
+                axes[0, 1].plot([fmean(costs)], [y], color=colour, ls="", **look)
+    titles = ("rank correlation of |weight| and the change of the loss without the edge", "added loss, nats per token")
+    for panel, title in zip(axes[0], titles, strict=True):
+        panel.axvline(0, color="0.3", lw=1.3)
+        panel.set_xlabel(title)
+        grid(panel)
+    axes[0, 1].set_xscale("symlog", linthresh=1e-3)
+    axes[0, 0].set_yticks(range(len(results)), list(results))
+    axes[0, 0].invert_yaxis()
+    for number, (name, text) in enumerate(COSTS.items()):
+        look = {"marker": "x" if name == "means" else "o", "ms": 4 + 1.5 * number, "fillstyle": "none"}
+        axes[0, 1].plot([], [], color="0.3", ls="", label=text, **look)
+    legend_below(figure, axes.flat)
+    save(figure, path, stamp)
+
+
+def styles(models: Sequence[str]) -> list[Any]:
+    """Return the style of each mechanism of a panel."""
+    return style_of([mechanism_of(Point([], {"model": model})) for model in models])
+
+
+def colour_of(model: str) -> str:
+    """Return the colour of a mechanism."""
+    return mechanism_of(Point([], {"model": model})).colour

@@ -18,7 +18,7 @@ from depthlm.build import build_model
 from depthlm.config import compose_anywhere
 from depthlm.config.experiment import Column
 from depthlm.config.schema import run_steps
-from depthlm.report.rows import by_seed, measured
+from depthlm.report.rows import Row, by_seed, measured
 from depthlm.report.scaling_laws import NEEDS, VIEWS, curves, needed_text, savings
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Cell, Table, cells, number_text
@@ -27,12 +27,35 @@ from depthlm.runs.records import COMPLETE
 VIEWS_WITH_TIME = VIEWS | {"time": Column(title="training time (s, one thread)", metric="training_seconds")}
 
 
-def own_rates(depth: Sweep) -> Sweep:
-    """Return the runs with 12 layers of the study of depth, which have the shape of nano_330k, as runs of that size."""
-    rows = [row for row in depth.rows if row.parts["task"] == "12 layers"]
-    points = [[replace(point, settings=point.settings | {"size": "nano_330k"}) for point in row.points] for row in rows]
-    sized = [replace(row, points=each) for row, each in zip(rows, points, strict=True)]
-    return replace(depth, rows=sized, configs=[depth.configs[depth.rows.index(row)] for row in rows])
+def with_depth(sizes: Sweep, depth: Sweep) -> Sweep:
+    """Return the study of sizes with the 12 layers of the study of depth, which have the shape of nano_330k.
+
+    Its rows are in the order of the sizes.
+    """
+    pairs = list(zip(sizes.rows, sizes.configs, strict=True))
+    for row, config in zip(depth.rows, depth.configs, strict=True):
+        if row.parts["task"] == "12 layers":
+            pairs.append((_of_size(row, "nano_330k"), config))
+    pairs.sort(key=lambda pair: run_steps(pair[1]) or 0)
+    return replace(sizes, rows=[row for row, _ in pairs], configs=[config for _, config in pairs])
+
+
+def depths_as_sizes(depth: Sweep) -> Sweep:
+    """Return the study of depth without the wider models, with each number of layers as a size."""
+    rows = [_of_size(row, task) for row in depth.rows if (task := row.parts["task"]).endswith("layers")]
+    return replace(depth, rows=rows)
+
+
+def _of_size(row: Row, size: str) -> Row:
+    return replace(row, points=[replace(point, settings=point.settings | {"size": size}) for point in row.points])
+
+
+def at_every_size(sweep: Sweep) -> Sweep:
+    """Return a sweep with those of its models that have all sizes."""
+    rows, sizes = sweep.rows, values_of(sweep, "size")
+    found = {(row.settings["model"], row.settings["size"]) for row in rows}
+    kept = [n for n, row in enumerate(rows) if all((row.settings["model"], size) in found for size in sizes)]
+    return replace(sweep, rows=[rows[n] for n in kept], configs=[sweep.configs[n] for n in kept])
 
 
 def views_of(scaling: Sweep) -> dict[str, Column]:
@@ -67,15 +90,14 @@ def shapes(sweep: Sweep, label: str = "size") -> Table:
 
 
 def costs(sweep: Sweep) -> Table:
-    """Return the parameters, training FLOPs and training time of each model, as ratios to vanilla's."""
-    table, columns = [], views_of(sweep).values()
+    """Return the parameters, training FLOPs and, where it was measured, time of each model, as ratios to vanilla's."""
+    table = []
     for model in values_of(sweep, "model")[1:]:
         texts = []
         for size in values_of(sweep, "size"):
             rows = [row_of(sweep, model=name, size=size) for name in (model, "vanilla")]
-            pairs = [[measured(row, column) for row in rows] for column in columns]
-            known = [number_text(value.mean / base.mean, 2) for value, base in pairs if value and base]
-            texts.append(", ".join(known) or DASH)
+            pairs = [[measured(row, view) for row in rows] for view in VIEWS_WITH_TIME.values()]
+            texts.append(", ".join(number_text(value.mean / base.mean, 2) for value, base in pairs if value and base))
         table.append(cells([model, *texts]))
     return Table(["times vanilla's", *values_of(sweep, "size")], table)
 

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.study import depth
 from benchmarks.study.archive import RESULTS, sweep_of
 from benchmarks.study.depth import EQUAL, Study, between_mechanisms, group_gaps, slope
-from benchmarks.study.depth_pictures import draw_choices, draw_differences, draw_interventions, draw_slopes
+from benchmarks.study.pictures import draw_choices, draw_differences, draw_interventions, draw_slopes
 from depthlm.report.sweep import Sweep
 
 LAYERS, SEEDS = (6, 12, 24, 48), ("1", "2", "3")
@@ -79,8 +79,8 @@ def test_an_incomplete_depth_has_no_slope() -> None:
 
 def test_the_answers_find_a_gain_of_learned_reads_and_none_without_it() -> None:
     shape, means, *_ = depth.answers(made_up(0.05)).rows
-    assert [cell.bold for cell in shape] == [False, True, False, True, True]
-    assert [cell.bold for cell in means] == [False, True, False, True, False]
+    assert [cell.bold for cell in shape] == [False, True, False, True, True, False, True]
+    assert [cell.bold for cell in means] == [False, True, False, True, False, False, False]
     assert not any(cell.bold for row in depth.answers(made_up()).rows for cell in row)
 
 
@@ -141,7 +141,15 @@ def test_the_mean_over_depths_has_the_deviation_within_depths() -> None:
     assert (found.mean, found.high - found.mean) == pytest.approx((0.17, 2.306 * 0.01 / math.sqrt(12)), rel=1e-3)
 
 
-def test_the_interval_over_mechanisms_is_welchs() -> None:
+def test_the_interval_of_a_group_over_its_mechanisms_is_students() -> None:
+    found = depth.over_mechanisms([depth.Difference(x, x, x, 12, False) for x in (0.1, 0.2, 0.6)])
+    assert found is not None
+    # the table of Student's t for two degrees of freedom
+    assert (found.mean, found.high) == pytest.approx((0.3, 0.3 + 4.303 * math.sqrt(0.07 / 3)), rel=1e-3)
+    assert depth.over_mechanisms([found, None]) is None
+
+
+def test_the_interval_of_two_groups_over_mechanisms_is_welchs() -> None:
     slopes = [[0.1, 0.2, 0.4], [0.5, 0.9, 0.8, 1.0]]
     found = between_mechanisms(*([depth.Difference(x, x, x, 12, False) for x in group] for group in slopes))
     means, errors = [np.mean(g) for g in slopes], [np.var(g, ddof=1) / len(g) for g in slopes]

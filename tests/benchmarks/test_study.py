@@ -12,12 +12,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from benchmarks.study import archive, depth, depth_page, page, transfer
+from benchmarks.study import archive, depth, page, transfer
+from benchmarks.study.differences import values_of
+from benchmarks.study.sizes import at_every_size, with_depth
 from depthlm.config import compose_anywhere
 from depthlm.config.saved import compare
 from depthlm.machine import environment
-from depthlm.report.sweep import Sweep
-from depthlm.runs.records import training_loss
 from depthlm.sweeps.points import sweep_points
 
 from ..report.made_up import write_run
@@ -26,13 +26,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def sweeps() -> dict[str, Sweep]:
-    return page.study_sweeps()
+def records() -> page.Records:
+    return page.read_records()
 
 
-def test_the_tables_of_the_page_are_those_of_the_records(sweeps: dict[str, Sweep]) -> None:
+def test_the_tables_of_the_page_are_those_of_the_records(records: page.Records) -> None:
     text = page.PAGE.read_text()
-    assert page.with_blocks(text, page.blocks(sweeps)) == text, "run `python benchmarks/study/page.py`"
+    assert page.with_blocks(text, page.blocks(records)) == text, "run `python benchmarks/study/page.py`"
 
 
 def test_the_tables_on_transfer_are_those_of_the_records() -> None:
@@ -41,26 +41,14 @@ def test_the_tables_on_transfer_are_those_of_the_records() -> None:
     assert page.with_blocks(text, blocks) == text, "run `python benchmarks/study/transfer.py`"
 
 
-def test_the_tables_on_depth_are_those_of_the_records() -> None:
-    text = depth_page.PAGE.read_text()
-    blocks = depth_page.blocks(archive.sweep_of("depth"), archive.sweep_of("scaling"), depth_page.interventions())
-    assert page.with_blocks(text, blocks) == text, "run `python benchmarks/study/depth_page.py`"
-
-
-def test_the_sizes_are_compared_for_the_mechanisms_that_the_depths_leave_in_question() -> None:
-    models = {point.settings["model"] for point in archive.points_of("sizes")}
-    assert models == {"vanilla", *depth.in_question(depth.study_of(archive.sweep_of("depth")))}
-
-
-def test_the_recorded_losses_are_drawn(sweeps: dict[str, Sweep]) -> None:
-    for experiment in archive.CURVES:
-        rows = [row for run in sweeps[experiment].runs for row in run.rows]
-        assert rows
-        assert all(training_loss(row) is not None for row in rows)
+def test_the_sizes_are_compared_for_the_mechanisms_that_the_depths_leave_in_question(records: page.Records) -> None:
+    compared = at_every_size(with_depth(records.sizes, records.depth))
+    assert values_of(compared, "size") == ["nano_60k", "nano_160k", "nano_330k", "nano_630k"]
+    assert {*values_of(compared, "model")} == {"vanilla", *depth.in_question(depth.study_of(records.depth))}
 
 
 # settings of the protocol, which the test of the recorded runs compares
-CONSTANTS = {"0.9", "0.95", "0.1", "0.06", "3.11", "1.4"}
+CONSTANTS = {"0.9", "0.95", "0.1", "0.06"}
 
 
 def test_every_number_in_the_prose_is_in_a_table() -> None:
@@ -70,7 +58,8 @@ def test_every_number_in_the_prose_is_in_a_table() -> None:
     prose = re.sub(r"<!-- \w+ -->\n.*?<!-- end -->", "", text, flags=re.DOTALL)
     # code, and numbers that a paper reports
     prose = re.sub(r"```.*?```|`[^`]*`|\(arXiv [^)]*\)|\(reported: [^)]*\)", "", prose, flags=re.DOTALL)
-    assert not set(re.findall(number, prose)) - tables - CONSTANTS
+    # a number without a sign may stand for one with a sign
+    assert not set(re.findall(number, prose)) - tables - {text.lstrip("+-") for text in tables} - CONSTANTS
 
 
 def nested(settings: dict[str, object]) -> object:
@@ -98,16 +87,6 @@ def test_the_recorded_runs_trained_as_their_experiments_say(every: bool) -> None
     assert compared
 
 
-def test_losses_are_binned_into_means_at_the_last_tokens_of_each_group() -> None:
-    rows = [{"tokens": 10 * step, "loss": 9.0, "mean_loss": float(step)} for step in range(1, 101)]
-    bins = archive.binned(rows)
-    assert len(bins) == archive.BINS
-    assert bins[-1][0] == 1000
-    assert sum(loss for _, loss in bins) / len(bins) == pytest.approx(50.5, abs=0.5)
-    assert archive.binned(rows[:2]) == [[10, 1.0], [20, 2.0]]
-    assert archive.binned([{"tokens": 10, "loss": None, "mean_loss": None}]) == []
-
-
 def test_the_missing_runs_are_printed_as_overrides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,7 +107,8 @@ def test_a_choice_is_read_from_the_records_where_the_runs_are_gone(
     sweep = ["optimizer.lr=1e-3,2e-3", "seed=1", "experiment.best_over=optimizer.lr", "experiment.widen=1"]
     sweep.append("experiment.selection_seeds=[11]")
     names = [f"vanilla-tiny-seed11-lr{rate}" for rate in ("1e-3", "2e-3", "4e-3")]
-    of_all = {"settings": {"size.hidden_size": 1, "size.num_layers": 1, "model.name": "vanilla"}}
+    shape = {f"size.{name}": 1 for name in ("num_layers", "hidden_size", "intermediate_size")}
+    of_all = {"settings": shape | {"model.name": "vanilla"}}
     lines = {
         name: of_all | {"run": name, "summary": {"steps": 1, "validation_loss": loss}}
         for name, loss in zip(names[:2], (3.0, 2.9), strict=True)
@@ -145,8 +125,9 @@ def test_a_choice_is_read_from_the_records_where_the_runs_are_gone(
 
 @pytest.mark.slow
 def test_a_point_repeats_to_the_last_digit(tmp_path: Path) -> None:
-    (point,) = sweep_points(["experiment=depthlm/scaling", "size=nano_60k", "model=vanilla", "seed=1"])
-    line = archive.lines_of("scaling")[Path(point.directory).name]
+    first = {"size": "nano_60k", "model": "vanilla", "seed": "1"}
+    point = next(point for point in archive.points_of("sizes") if first.items() <= point.settings.items())
+    line = archive.lines_of("sizes")[Path(point.directory).name]
     here = archive.place(environment.describe("cpu"))
     # processors of one name may have other vector instructions, with which the last digits differ
     if not here.items() <= line["environment"].items() or torch.backends.cpu.get_cpu_capability() != "AVX512":
