@@ -42,8 +42,9 @@ def with_depth(sizes: Sweep, depth: Sweep) -> Sweep:
 
 def depths_as_sizes(depth: Sweep) -> Sweep:
     """Return the study of depth without the wider models, with each number of layers as a size."""
-    rows = [_of_size(row, task) for row in depth.rows if (task := row.parts["task"]).endswith("layers")]
-    return replace(depth, rows=rows)
+    kept = [n for n, row in enumerate(depth.rows) if row.parts["task"].endswith("layers")]
+    rows = [_of_size(depth.rows[n], depth.rows[n].parts["task"]) for n in kept]
+    return replace(depth, rows=rows, configs=[depth.configs[n] for n in kept])
 
 
 def _of_size(row: Row, size: str) -> Row:
