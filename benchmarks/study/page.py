@@ -129,11 +129,11 @@ def interventions() -> Results:
 
 def spent(records: Records) -> Table:
     """Return how many runs chose and reported, and how long they trained."""
-    table = []
-    for name, sweep in {"depth": records.depth, "sizes": records.sizes}.items():
-        table.append(cells([name, *(text for rows in (sweep.selection, sweep.rows) for text in _spent(rows))]))
-    both = [[*records.depth.selection, *records.sizes.selection], [*records.depth.rows, *records.sizes.rows]]
-    table.append(cells(["both", *(text for rows in both for text in _spent(rows))]))
+    table, both = [], [records.depth, records.sizes]
+    for name, sweeps in {"depth": both[:1], "sizes": both[1:], "both": both}.items():
+        chose = [row for sweep in sweeps for row in sweep.selection]
+        report = [row for sweep in sweeps for row in sweep.rows]
+        table.append(cells([name, *_spent(chose), *_spent(report)]))
     return Table(["study", "runs to choose rates", "hours of one core", "runs that report", "hours of one core"], table)
 
 
