@@ -6,10 +6,10 @@ The tables replace the blocks between `<!-- name -->` and `<!-- end -->` in docs
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.study import depth
@@ -36,6 +36,7 @@ from depthlm.report.scaling_laws import curves, fit_table, savings
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Table, cells, markdown, number_text, signed_text
 from depthlm.runs.records import WAITING
+from depthlm.sweeps import Point
 
 PAGE = RESULTS / "README.md"
 # the layers of the models with interventions
@@ -72,9 +73,8 @@ def draw_all(records: Records, folder: Path) -> None:
     draw_differences(study, folder / "depth.png", stamp)
     draw_slopes(study, folder / "slopes.png", stamp)
     draw_choices(records.depth, folder / "choices.png")
-    draw_interventions(
-        records.interventions, folder / "interventions.png", f"experiment=depthlm/depth, {LAYERS} layers"
-    )
+    place = f"experiment=depthlm/depth, {LAYERS} layers"
+    draw_interventions(records.interventions, folder / "interventions.png", place)
     sizes = at_every_size(with_depth(records.sizes, records.depth))
     views = views_of(sizes)
     fitted = curves(sizes, views)
@@ -114,7 +114,7 @@ def blocks(records: Records) -> dict[str, str]:
         "shapes": shapes(records.depth, "task"),
         "shapes_of_sizes": shapes(sizes),
     }
-    return {"point": point(records.sizes)} | {name: markdown(table) for name, table in tables.items()}
+    return {"points": commands(records)} | {name: markdown(table) for name, table in tables.items()}
 
 
 def interventions() -> Results:
@@ -134,7 +134,7 @@ def spent(records: Records) -> Table:
         chose = [row for sweep in sweeps for row in sweep.selection]
         report = [row for sweep in sweeps for row in sweep.rows]
         table.append(cells([name, *_spent(chose), *_spent(report)]))
-    return Table(["study", "runs to choose rates", "hours of one core", "runs that report", "hours of one core"], table)
+    return Table(["study", "runs to choose rates", "hours of one core", "reported runs", "hours of one core"], table)
 
 
 def _spent(rows: Sequence[Row]) -> list[str]:
@@ -143,29 +143,48 @@ def _spent(rows: Sequence[Row]) -> list[str]:
 
 
 def interventions_table(results: Results) -> Table:
-    """Return, of each mechanism, means over seeds of the rank correlation and of what each intervention costs."""
+    """Return, of each mechanism, the rank correlation and what each intervention costs.
+
+    Each is the mean over seeds ± the sample standard deviation.
+    """
     table = []
     for model, lines in results.items():
         ranks = [line["rank"] for line in lines if line.get("rank") is not None]
-        texts = [f"{lines[0].get('edges', 0)}", number_text(fmean(ranks), 2) if ranks else DASH]
+        texts = [f"{lines[0].get('edges', 0)}", over_seeds(ranks, number_text, 2)]
         for name in COSTS:
             added = [line[name] - line["loss"] for line in lines if name in line]
-            texts.append(signed_text(fmean(added), 4) if added else DASH)
+            texts.append(over_seeds(added, signed_text, 3))
         table.append(cells([model, *texts]))
     return Table(["mechanism", "edges", "rank correlation", *COSTS.values()], table)
 
 
-def point(sweep: Sweep) -> str:
-    """Return the command of the run that the page repeats, what it gives, and where that holds."""
-    row = row_of(sweep, model="vanilla", size="nano_60k")
-    place = row.seeds.index("1")
-    line = lines_of("sizes")[row.runs[place].directory.name]
-    loss, where = line["summary"]["validation_loss"], line["environment"]
-    versions = f"Python {where['python']} and torch {where['torch']}"
-    command = f"python train.py {' '.join(row.points[place].overrides)}"
-    file = f"{row.points[place].directory}/summary.json"
-    place_of = f"on the processor {where['device']} with {versions}"
-    return f"```sh\n{command}\n```\n\nThen `validation_loss` in `{file}` is {loss} {place_of}."
+def over_seeds(values: Sequence[float], text: Callable[[float, int], str], digits: int) -> str:
+    """Return the mean of the seeds, with their sample standard deviation if there are several; a dash without any."""
+    if not values:
+        return DASH
+    deviation = f" ± {number_text(stdev(values), digits)}" if len(values) > 1 else ""
+    return f"{text(fmean(values), digits)}{deviation}"
+
+
+def repeated(records: Records) -> list[tuple[Point, dict[str, Any]]]:
+    """Return the runs that the page repeats, with their lines: of each study, on its type of processor, a short one."""
+    rows = {"sizes": row_of(records.sizes, model="vanilla", size="nano_60k")}
+    rows["depth"] = row_of(records.depth, model="vanilla", size__num_layers="6")
+    points = {name: row.points[row.seeds.index("1")] for name, row in rows.items()}
+    return [(point, lines_of(name)[Path(point.directory).name]) for name, point in points.items()]
+
+
+def commands(records: Records) -> str:
+    """Return the commands of the runs that the page repeats, what each gives, and where that holds."""
+    texts = []
+    for point, line in repeated(records):
+        where = line["environment"]
+        texts.append(
+            f"With a processor named {where['device']}, Python {where['python']} and torch {where['torch']}:\n\n"
+            f"```sh\npython train.py {' '.join(point.overrides)}\n```\n\n"
+            f"Then `validation_loss` in `{point.directory}/summary.json` is {line['summary']['validation_loss']}."
+        )
+    return "\n\n".join(texts)
 
 
 if __name__ == "__main__":

@@ -55,10 +55,11 @@ def draw_differences(study: Study, path: Path, stamp: str) -> None:
     axes[0, 0].set_ylabel("validation loss - vanilla's, nats per token")
     axes[0, 0].set_ylim(-FARTHEST, FARTHEST)
     legend_below(figure, axes.flat)
+    groups = {f"mean of {group} reads": models for group, models in GROUPS.items()}
     means = {
-        f"{model} with {layers} layers": number
-        for model in (*LEARNED, *STATIC)
-        for layers, number in zip(study.layers, by_depth(study, study.gaps(model)), strict=True)
+        f"{label} with {layers} layers": number
+        for label, models in ({model: [model] for model in (*LEARNED, *STATIC)} | groups).items()
+        for layers, number in zip(study.layers, by_depth(study, group_gaps(study, models)), strict=True)
     }
     save(figure, path, f"{stamp}; below 0: better than vanilla; {BARS}{beyond(means, FARTHEST)}")
 
@@ -163,8 +164,9 @@ def draw_interventions(results: Mapping[str, Sequence[Mapping[str, Any]]], path:
             if costs:
                 y = place + 0.2 * (number - 1.5)
                 look = {"marker": "x" if name == "means" else "o", "ms": 4 + 1.5 * number, "fillstyle": "none"}
+                axes[0, 1].plot([min(costs), max(costs)], [y, y], color=colour, lw=1)
                 axes[0, 1].plot([fmean(costs)], [y], color=colour, ls="", **look)
-    titles = ("rank correlation of |weight| and the change of the loss without the edge", "added loss, nats per token")
+    titles = ("rank correlation of |weight| and the loss added without the edge", "added loss, nats per token")
     for panel, title in zip(axes[0], titles, strict=True):
         panel.axvline(0, color="0.3", lw=1.3)
         panel.set_xlabel(title)
@@ -176,7 +178,8 @@ def draw_interventions(results: Mapping[str, Sequence[Mapping[str, Any]]], path:
         look = {"marker": "x" if name == "means" else "o", "ms": 4 + 1.5 * number, "fillstyle": "none"}
         axes[0, 1].plot([], [], color="0.3", ls="", label=text, **look)
     legend_below(figure, axes.flat)
-    save(figure, path, stamp)
+    note = "correlation: points are seeds, bars are means; added loss: signs are means, lines the range over seeds"
+    save(figure, path, f"{stamp}; {note}")
 
 
 def styles(models: Sequence[str]) -> list[Any]:

@@ -124,16 +124,21 @@ def test_a_choice_is_read_from_the_records_where_the_runs_are_gone(
 
 
 @pytest.mark.slow
-def test_a_point_repeats_to_the_last_digit(tmp_path: Path) -> None:
-    first = {"size": "nano_60k", "model": "vanilla", "seed": "1"}
-    point = next(point for point in archive.points_of("sizes") if first.items() <= point.settings.items())
-    line = archive.lines_of("sizes")[Path(point.directory).name]
+def test_the_points_of_the_page_repeat_to_the_last_digit(tmp_path: Path, records: page.Records) -> None:
     here = archive.place(environment.describe("cpu"))
     # processors of one name may have other vector instructions, with which the last digits differ
-    if not here.items() <= line["environment"].items() or torch.backends.cpu.get_cpu_capability() != "AVX512":
-        pytest.skip("this machine or its packages differ from those of the recorded run")
-    overrides = [*point.overrides, f"output_dir={tmp_path / 'run'}"]
-    subprocess.run([sys.executable, ROOT / "train.py", *overrides], cwd=ROOT, check=True)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["validation_loss"] == line["summary"]["validation_loss"]
-    assert summary["training_loss"] == line["summary"]["training_loss"]
+    same = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    points = [(p, line) for p, line in page.repeated(records) if same and here.items() <= line["environment"].items()]
+    if not points:
+        pytest.skip("this machine or its packages differ from those of the recorded runs")
+    for point, line in points:
+        overrides = [*point.overrides, f"output_dir={tmp_path / 'run'}"]
+        subprocess.run([sys.executable, ROOT / "train.py", *overrides], cwd=ROOT, check=True)
+        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+        assert summary["validation_loss"] == line["summary"]["validation_loss"]
+        assert summary["training_loss"] == line["summary"]["training_loss"]
+
+
+def test_the_points_of_the_page_are_of_different_processors(records: page.Records) -> None:
+    devices = [line["environment"]["device"] for _, line in page.repeated(records)]
+    assert len({*devices}) == len(devices)

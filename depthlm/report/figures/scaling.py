@@ -46,7 +46,7 @@ def draw_scaling(
         panel.set_xlim(places["parameters"].get_xlim())
         log_ticks(panel.xaxis, panel.get_xlim(), counts=True)
     legend_below(figure, [places["parameters"]], columns=5)
-    bars = "; error bars: 95% intervals" if _has_bars(saved) else ""
+    bars = "; error bars: 95% intervals, without a correction for their number" if _has_bars(saved) else ""
     save(figure, path, f"{sweep.stamp()}{bars}", sweep.experiment.title)
     return _notes(sweep, shown, saved, baseline)
 
