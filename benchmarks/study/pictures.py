@@ -29,7 +29,7 @@ from depthlm.sweeps.point import Point
 # of the losses at other rates than the best one
 HIGHEST = 0.2
 # of the differences from vanilla, in both directions, and of their slopes
-FARTHEST, STEEPEST = 0.2, 0.12
+FARTHEST, STEEPEST = 0.2, 0.13
 BARS = "error bars: 95% intervals, without a correction for their number"
 
 
@@ -166,7 +166,10 @@ def draw_interventions(results: Mapping[str, Sequence[Mapping[str, Any]]], path:
                 look = {"marker": "x" if name == "means" else "o", "ms": 4 + 1.5 * number, "fillstyle": "none"}
                 axes[0, 1].plot([min(costs), max(costs)], [y, y], color=colour, lw=1)
                 axes[0, 1].plot([fmean(costs)], [y], color=colour, ls="", **look)
-    titles = ("rank correlation of |weight| and the loss added without the edge", "added loss, nats per token")
+    titles = (
+        "rank correlation of |weight| and the loss added without the edge",
+        "added loss, nats per token (linear below 0.001)",
+    )
     for panel, title in zip(axes[0], titles, strict=True):
         panel.axvline(0, color="0.3", lw=1.3)
         panel.set_xlabel(title)
@@ -178,7 +181,7 @@ def draw_interventions(results: Mapping[str, Sequence[Mapping[str, Any]]], path:
         look = {"marker": "x" if name == "means" else "o", "ms": 4 + 1.5 * number, "fillstyle": "none"}
         axes[0, 1].plot([], [], color="0.3", ls="", label=text, **look)
     legend_below(figure, axes.flat)
-    note = "correlation: points are seeds, bars are means; added loss: signs are means, lines the range over seeds"
+    note = "correlation: points are seeds, bars are means; added loss: markers are means, lines the range over seeds"
     save(figure, path, f"{stamp}; {note}")
 
 
