@@ -95,11 +95,12 @@ def with_interval(number: Measured | None, level: float, nats: Callable[[float],
     return Difference(nats(number.mean), *ends, number.count, abs(number.mean) > wide)
 
 
-def with_deviation(number: Measured | None) -> str:
+def with_deviation(number: Measured | None, digits: int = 3, text: Callable[[float, int], str] = number_text) -> str:
+    """Return a mean over seeds with its sample standard deviation. text: of the mean."""
     if number is None:
         return DASH
-    deviation = "" if number.deviation is None else f" ± {number_text(number.deviation, 3)}"
-    return f"{number_text(number.mean, 3)}{deviation}"
+    deviation = "" if number.deviation is None else f" ± {number_text(number.deviation, digits)}"
+    return f"{text(number.mean, digits)}{deviation}"
 
 
 def difference_cell(number: Difference | None, planned: int, digits: int = 3) -> Cell:

@@ -6,15 +6,14 @@ The tables replace the blocks between `<!-- name -->` and `<!-- end -->` in docs
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.study import depth
 from benchmarks.study.archive import RESULTS, lines_of, points_of, sweep_of
-from benchmarks.study.differences import row_of
+from benchmarks.study.differences import row_of, with_deviation
 from benchmarks.study.interventions import COSTS
 from benchmarks.study.pictures import draw_choices, draw_differences, draw_interventions, draw_slopes
 from benchmarks.study.sizes import (
@@ -31,10 +30,10 @@ from benchmarks.study.sizes import (
 )
 from depthlm.files import replace_text
 from depthlm.report.figures.scaling import draw_scaling
-from depthlm.report.rows import Row, number
+from depthlm.report.rows import Row, number, over_seeds
 from depthlm.report.scaling_laws import curves, fit_table, savings
 from depthlm.report.sweep import Sweep
-from depthlm.report.tables import DASH, Table, cells, markdown, number_text, signed_text
+from depthlm.report.tables import Table, cells, markdown, number_text, signed_text
 from depthlm.runs.records import WAITING
 from depthlm.sweeps import Point
 
@@ -143,33 +142,24 @@ def _spent(rows: Sequence[Row]) -> list[str]:
 
 
 def interventions_table(results: Results) -> Table:
-    """Return, of each mechanism, the rank correlation and what each intervention costs.
-
-    Each is the mean over seeds ± the sample standard deviation.
-    """
+    """Return the rank correlation of each mechanism and what each intervention costs, over seeds."""
     table = []
     for model, lines in results.items():
         ranks = [line["rank"] for line in lines if line.get("rank") is not None]
-        texts = [f"{lines[0].get('edges', 0)}", over_seeds(ranks, number_text, 2)]
+        texts = [f"{lines[0].get('edges', 0)}", with_deviation(over_seeds(ranks), 2)]
         for name in COSTS:
             added = [line[name] - line["loss"] for line in lines if name in line]
-            texts.append(over_seeds(added, signed_text, 3))
+            texts.append(with_deviation(over_seeds(added), text=signed_text))
         table.append(cells([model, *texts]))
     return Table(["mechanism", "edges", "rank correlation", *COSTS.values()], table)
 
 
-def over_seeds(values: Sequence[float], text: Callable[[float, int], str], digits: int) -> str:
-    """Return the mean of the seeds, with their sample standard deviation if there are several; a dash without any."""
-    if not values:
-        return DASH
-    deviation = f" ± {number_text(stdev(values), digits)}" if len(values) > 1 else ""
-    return f"{text(fmean(values), digits)}{deviation}"
-
-
 def repeated(records: Records) -> list[tuple[Point, dict[str, Any]]]:
     """Return the runs that the page repeats, with their lines: of each study, on its type of processor, a short one."""
-    rows = {"sizes": row_of(records.sizes, model="vanilla", size="nano_60k")}
-    rows["depth"] = row_of(records.depth, model="vanilla", size__num_layers="6")
+    rows = {
+        "sizes": row_of(records.sizes, model="vanilla", size="nano_60k"),
+        "depth": row_of(records.depth, model="vanilla", size__num_layers="6"),
+    }
     points = {name: row.points[row.seeds.index("1")] for name, row in rows.items()}
     return [(point, lines_of(name)[Path(point.directory).name]) for name, point in points.items()]
 

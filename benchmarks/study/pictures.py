@@ -20,6 +20,7 @@ from benchmarks.study.depth import (
 )
 from benchmarks.study.differences import Difference
 from benchmarks.study.interventions import COSTS
+from depthlm.report.figures.scaling import BARS
 from depthlm.report.figures.style import mechanism_of, shaded, style_of
 from depthlm.report.rows import measured
 from depthlm.report.sweep import Sweep
@@ -30,7 +31,6 @@ from depthlm.sweeps.point import Point
 HIGHEST = 0.2
 # of the differences from vanilla, in both directions, and of their slopes
 FARTHEST, STEEPEST = 0.2, 0.13
-BARS = "error bars: 95% intervals, without a correction for their number"
 
 
 def draw_differences(study: Study, path: Path, stamp: str) -> None:
@@ -153,6 +153,10 @@ def draw_choices(sweep: Sweep, path: Path) -> None:
 def draw_interventions(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, stamp: str) -> None:
     """Draw the rank correlation of weight and use, and what fewer sources or fixed weights cost, by mechanism."""
     figure, axes = subplots(2, 11.5, 4.8, sharey=True)
+    looks = {
+        name: {"marker": "x" if name == "means" else "o", "ms": 4 + 1.5 * number, "fillstyle": "none"}
+        for number, name in enumerate(COSTS)
+    }
     for place, (model, lines) in enumerate(results.items()):
         colour = colour_of(model)
         ranks = [line["rank"] for line in lines if line.get("rank") is not None]
@@ -163,9 +167,8 @@ def draw_interventions(results: Mapping[str, Sequence[Mapping[str, Any]]], path:
             costs = [line[name] - line["loss"] for line in lines if name in line]
             if costs:
                 y = place + 0.2 * (number - 1.5)
-                look = {"marker": "x" if name == "means" else "o", "ms": 4 + 1.5 * number, "fillstyle": "none"}
                 axes[0, 1].plot([min(costs), max(costs)], [y, y], color=colour, lw=1)
-                axes[0, 1].plot([fmean(costs)], [y], color=colour, ls="", **look)
+                axes[0, 1].plot([fmean(costs)], [y], color=colour, ls="", **looks[name])
     titles = (
         "rank correlation of |weight| and the loss added without the edge",
         "added loss, nats per token (linear below 0.001)",
@@ -177,9 +180,8 @@ def draw_interventions(results: Mapping[str, Sequence[Mapping[str, Any]]], path:
     axes[0, 1].set_xscale("symlog", linthresh=1e-3)
     axes[0, 0].set_yticks(range(len(results)), list(results))
     axes[0, 0].invert_yaxis()
-    for number, (name, text) in enumerate(COSTS.items()):
-        look = {"marker": "x" if name == "means" else "o", "ms": 4 + 1.5 * number, "fillstyle": "none"}
-        axes[0, 1].plot([], [], color="0.3", ls="", label=text, **look)
+    for name, text in COSTS.items():
+        axes[0, 1].plot([], [], color="0.3", ls="", label=text, **looks[name])
     legend_below(figure, axes.flat)
     note = "correlation: points are seeds, bars are means; added loss: markers are means, lines the range over seeds"
     save(figure, path, f"{stamp}; {note}")

@@ -13,6 +13,7 @@ from depthlm.report.scaling_laws import NEEDS, VIEWS, Curve, Needed, Saving, bas
 from depthlm.report.sweep import Sweep, title_of
 from depthlm.runs.plots import grid, legend_below, log_ticks, save, short
 
+BARS = "error bars: 95% intervals, without a correction for their number"
 # the smallest factor that is drawn as a segment, which is then longer than a marker
 VISIBLE = 1.1
 
@@ -46,7 +47,7 @@ def draw_scaling(
         panel.set_xlim(places["parameters"].get_xlim())
         log_ticks(panel.xaxis, panel.get_xlim(), counts=True)
     legend_below(figure, [places["parameters"]], columns=5)
-    bars = "; error bars: 95% intervals, without a correction for their number" if _has_bars(saved) else ""
+    bars = f"; {BARS}" if _has_bars(saved) else ""
     save(figure, path, f"{sweep.stamp()}{bars}", sweep.experiment.title)
     return _notes(sweep, shown, saved, baseline)
 
