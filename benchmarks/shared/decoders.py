@@ -17,6 +17,7 @@ from depthlm.distributed.launchers import ranks
 from depthlm.model import Decoder, compile_sublayers
 from depthlm.pretrained.native import export_weight, native_config, native_type
 from depthlm.training.engine import build_engine
+from depthlm.training.graphs import MicroBatchGraphs, make_graphs
 from depthlm.training.plan import Plan, make_plan
 from depthlm.training.setup import compiles
 from depthlm.training.step import train_step
@@ -26,11 +27,15 @@ Weights = dict[str, Tensor]
 
 
 class Training(NamedTuple):
-    """What train.py trains: the engine, the arithmetic of a batch, and a batch [accumulation, micro_batch, T + 1]."""
+    """What train.py trains: the engine, the arithmetic of a batch, and a batch [accumulation, micro_batch, T + 1].
+
+    graphs: as of `make_graphs`.
+    """
 
     engine: Any
     plan: Plan
     batch: Tensor
+    graphs: MicroBatchGraphs | None
 
     def step(self) -> float:
         """Train on the batch, and return the loss per token.
@@ -39,7 +44,8 @@ class Training(NamedTuple):
         """
         # any seeds of dropout take as long, and a model without it does not use them
         seeds = self.batch[..., 0].int()
-        return train_step(self.engine, self.batch, self.plan, 0.0, seeds=seeds).item() / self.plan.tokens_per_step
+        nll = train_step(self.engine, self.batch, self.plan, 0.0, seeds=seeds, graphs=self.graphs)
+        return nll / self.plan.tokens_per_step
 
 
 def training_of(config: Config, device: torch.device) -> Training:
@@ -48,8 +54,11 @@ def training_of(config: Config, device: torch.device) -> Training:
     model.checkpoint_activations(config.training.activation_checkpointing)
     if compiles(config, device):
         compile_sublayers(model)
-    batch = random_tokens(config, plan.accumulation, plan.micro_batch_size).to(device)
-    return Training(build_engine(config, plan, model), plan, batch)
+    batch, engine = random_tokens(config, plan.accumulation, plan.micro_batch_size), build_engine(config, plan, model)
+    graphs = make_graphs(config, plan, engine)
+    if graphs is not None:
+        graphs.make_room(batch)
+    return Training(engine, plan, batch.to(device), graphs)
 
 
 def random_tokens(config: Config, *batch: int) -> Tensor:

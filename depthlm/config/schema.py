@@ -86,6 +86,11 @@ class Training:
     compile: Literal["auto", True, False] = key(
         "auto", "torch.compile of each sublayer and of the loss; auto: on a GPU, except with ZeRO 3", on_resume="logged"
     )
+    cuda_graphs: Literal["auto", True, False] = key(
+        "auto",
+        "replay each micro-batch as a CUDA graph, which takes the host no time; auto: on a GPU with ZeRO 0",
+        on_resume="logged",
+    )
     num_threads: int | None = key(
         None,
         "CPU threads per rank; null: OMP_NUM_THREADS, or the available cores, divided by the ranks of the node",

@@ -70,6 +70,8 @@ class Decoder(nn.Module):
     end_of_text: the token that ends a document. With it, tokens attend only within their document and positions start
         at 0 in each document, so the logits equal those of the document alone. None: each sequence is one document.
     end_of_text_begins: whether that token belongs to the document after it, as its BOS token.
+    max_documents: the most documents that all sequences of a batch together have; None: unknown, so that the host waits
+        for a GPU to count them.
     factors: of each parameter, by its name, in another parametrization than the standard one
         (`depthlm.optimizers.parametrization`); else empty.
     """
@@ -93,6 +95,7 @@ class Decoder(nn.Module):
         self.factors: dict[str, Factors] = {}
         self.end_of_text: int | None = None
         self.end_of_text_begins = False
+        self.max_documents: int | None = None
         self.head_and_loss: Callable[[Decoder, Tensor, Tensor, bool], Loss] = head_and_loss
         depth = loops * size.num_layers
         specs = [SublayerSpec(layer, kind, depth) for layer in range(depth) for kind in ("attention", "mlp")]
@@ -182,7 +185,7 @@ class Decoder(nn.Module):
         if ends_bt is None:
             positions = torch.arange(start, start + length, device=tokens_bt.device)
         else:
-            positions, documents, document_b1 = find_documents(ends_bt, start, cached_b1)
+            positions, documents, document_b1 = find_documents(ends_bt, start, cached_b1, self.max_documents)
         rope = None
         if self.backbone.position == "rope":
             rope = rope_tables(positions, self.size.head_size, self.backbone.rope_theta)
@@ -286,7 +289,10 @@ def recomputed(layer: Callable, position: int, how: bool | int | str, kernels: s
     if how != SELECTIVE and position % int(how):
         return layer
     contexts = _selective if how == SELECTIVE else _contexts
-    return partial(checkpoint, layer, use_reentrant=False, context_fn=partial(contexts, kernels))
+    # the state of the generator cannot be read in a capture; layers that draw from it are not captured
+    draws = not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    context_fn = partial(contexts, kernels)
+    return partial(checkpoint, layer, use_reentrant=False, preserve_rng_state=draws, context_fn=context_fn)
 
 
 def _contexts(kernels: str) -> tuple[AbstractContextManager, AbstractContextManager]:

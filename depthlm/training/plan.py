@@ -25,6 +25,14 @@ class Plan:
     total_tokens: int
     last_step: int
 
+    @property
+    def loss_factor(self) -> float:
+        """The factor of a micro-batch's summed loss: the gradient is that of the mean over the global batch's tokens.
+
+        The engine divides by the accumulation steps and averages over the ranks, so it has both.
+        """
+        return self.accumulation * self.world_size / self.tokens_per_step
+
 
 def make_plan(config: Config, ranks: Ranks, windows: int | None = None) -> Plan:
     """Return the plan of a validated configuration on these ranks.

@@ -152,7 +152,7 @@ def dry_run(config: Config) -> None:
         for _ in range(2):
             started = time.perf_counter()
             nll = train_step(engine, batch, plan, config.training.z_loss, seeds=dropout_seeds(config, 0, setup.batches))
-            loss = nll.item() / plan.tokens_per_step
+            loss = nll / plan.tokens_per_step
             seconds.append(time.perf_counter() - started)
         if device.type == "cuda":
             hours, source = seconds[1] * plan.max_steps * plan.world_size / 3600, "at the speed of this step"

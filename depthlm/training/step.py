@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from depthlm.data.sampler import Batches, inputs_and_targets
 from depthlm.model.layer import UNOBSERVED, Observer
 from depthlm.model.parameters import generator_for
 from depthlm.training.engine import Engine
+from depthlm.training.graphs import MicroBatchGraphs
 from depthlm.training.monitoring.meters import RoutingMeter
 from depthlm.training.plan import Plan
 
@@ -47,36 +49,50 @@ def train_step(
     observer: Observer = UNOBSERVED,
     routing: RoutingMeter | None = None,
     seeds: torch.Tensor | None = None,
-) -> torch.Tensor:
+    graphs: MicroBatchGraphs | None = None,
+) -> float:
     """Take one step on batch [accumulation, micro_batch, T + 1]. Returns the token losses summed over all ranks (nats).
 
-    The loss is divided by the number of tokens in the global batch. The engine divides by the accumulation steps and
-    averages over the ranks, so the loss is multiplied by both. If the summed loss is not finite, or above `highest`,
-    the update is skipped. mark: called with each phase of the step. observer: sees every micro-batch.
+    The loss is multiplied by `plan.loss_factor`. If the summed loss is not finite, or above `highest`, the update is
+    skipped. mark: called with each phase of the step. observer: sees every micro-batch, which needs `graphs=None`.
     routing: gets the routing of a model with experts. seeds: of dropout, [accumulation, micro_batch].
+    graphs: replay the micro-batches; None: no graphs.
     """
+    replays = graphs is not None and graphs.begin_step()
+    if seeds is not None and seeds.device != batch.device:
+        seeds = (seeds.pin_memory() if batch.is_cuda else seeds).to(batch.device, non_blocking=True)
+    totals = torch.zeros(2, device=batch.device)
     if routing is not None:
         routing.begin()
-    totals = torch.zeros(2, device=batch.device)
-    seeds = None if seeds is None else seeds.to(batch.device)
-    scale = plan.accumulation * plan.world_size / plan.tokens_per_step
-    for number, tokens in enumerate(batch, 1):
-        mark("forward")
-        inputs, targets = inputs_and_targets(tokens)
-        sums = engine(inputs, targets, observer, None if seeds is None else seeds[number - 1])
-        if routing is not None and sums.routing is not None:
-            routing.add(sums.routing)
-        loss = sums.total(z_loss)
-        totals += torch.stack((sums.nll.detach(), loss.detach()))
-        if number == len(batch):
-            mark("reducing the loss")
-            torch.distributed.all_reduce(totals)
-            skip = ~torch.isfinite(totals).all() | (totals[0] > highest)
-            # every ZeRO stage skips a non-finite gradient: all ranks then agree, and the host need not synchronize here
-            loss = loss * torch.where(skip, math.nan, 1.0)
-        mark("backward")
-        engine.backward(loss * scale)
-        engine.step()
+    with nullcontext() if graphs is None or replays else graphs.warm_up():
+        for number, tokens in enumerate(batch, 1):
+            is_last, seeds_b = number == len(batch), None if seeds is None else seeds[number - 1]
+            # all ranks mark the same phases, also if a capture has failed on one of them
+            mark("forward")
+            if graphs is not None and replays:
+                sums, routed = graphs.run(tokens, seeds_b, is_first=number == 1)
+            else:
+                inputs, targets = inputs_and_targets(tokens)
+                results = engine(inputs, targets, observer, seeds_b)
+                loss, routed = results.total(z_loss), results.routing
+                sums = torch.stack((results.nll.detach(), loss.detach()))
+            totals += sums
+            if routing is not None and routed is not None:
+                routing.add(routed)
+            skip = None
+            if is_last:
+                mark("reducing the loss")
+                torch.distributed.all_reduce(totals)
+                skip = ~torch.isfinite(totals).all() | (totals[0] > highest)
+            mark("backward")
+            if replays:
+                engine.reduce()
+            else:
+                if skip is not None:
+                    # ZeRO 1 to 3 skip a non-finite gradient: all ranks then agree, and the host need not wait here
+                    loss = loss * torch.where(skip, math.nan, 1.0)
+                engine.backward(loss * plan.loss_factor)
+            nll = engine.step(totals[0] if is_last else None, skip)
     if routing is not None:
         routing.end(engine.step_applied())
-    return totals[0]
+    return nll

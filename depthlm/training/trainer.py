@@ -22,6 +22,7 @@ from depthlm.runs.records import ValidationLosses, finite
 from depthlm.runs.trackers import Trackers, start_trackers
 from depthlm.training.checkpoint.saving import Saver
 from depthlm.training.engine import Engine
+from depthlm.training.graphs import make_graphs
 from depthlm.training.monitoring.describe import show_next_commands, summary_of, write_results
 from depthlm.training.monitoring.display import Bar, row_text, validation_lines
 from depthlm.training.monitoring.meters import SublayerNormMeter, meter_of
@@ -82,6 +83,7 @@ class Trainer:
             )
         self.bad_batches = BadBatches(setup, engine, progress, saver, self.trackers)
         workers, pinned = self.config.data.num_workers, self.device.type == "cuda"
+        self.graphs = make_graphs(setup.config, setup.plan, engine)
         self.loader = loader(self.batches, progress.step, self.plan.last_step, num_workers=workers, pin_memory=pinned)
 
     def fit(self) -> int:
@@ -107,6 +109,7 @@ class Trainer:
             self.trackers.close(summary)
             # otherwise its hooks on the weights keep it in memory during the next point of a sweep
             self.engine.destroy()
+            self.graphs = None
         if stopped:
             log.info("stopped by a signal after step %d; the same command resumes from there", progress.step)
             return STOPPED
@@ -161,6 +164,8 @@ class Trainer:
         self.data_wait.start()
         batch = next(self.loader)
         self.data_wait.pause()
+        if self.graphs is not None:
+            self.graphs.make_room(batch)
         batch = batch.to(self.device, non_blocking=True)
         lr = learning_rate(config, self.plan, progress.updates)
         engine.set_learning_rate(lr)
@@ -174,7 +179,11 @@ class Trainer:
         meter = SublayerNormMeter(config.model.loops * config.size.num_layers, self.device) if norms_due else None
         z_loss, observer = self.training.z_loss, meter or UNOBSERVED
         seeds = dropout_seeds(config, progress.step, self.batches)
-        nll = train_step(engine, batch, self.plan, z_loss, highest, mark, observer, self.routing, seeds).item()
+        graphs = self.graphs if meter is None else None
+        if self.graphs is not None and graphs is None:
+            # the memory of a graph and of a step without one may not fit together
+            self.graphs.release()
+        nll = train_step(engine, batch, self.plan, z_loss, highest, mark, observer, self.routing, seeds, graphs)
         progress.step += 1
         progress.tokens += self.plan.tokens_per_step
         if meter is not None:

@@ -1,5 +1,6 @@
 """A second engine: plain PyTorch in fp32, in one process. It shows what an engine must provide."""
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -46,18 +47,25 @@ class PlainEngine:
     def backward(self, loss: Tensor) -> None:
         (loss / self.accumulation).backward()
 
-    def step(self) -> None:
+    def unreduced(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def reduce(self) -> None:
+        pass
+
+    def step(self, nll: Tensor | None = None, skip: Tensor | None = None) -> float:
         self.micro_batches += 1
         if self.micro_batches % self.accumulation:
-            return
+            return math.nan
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in parameters])
-        self.norm, self.applied = norm.item(), bool(torch.isfinite(norm))
+        self.norm, self.applied = norm.item(), bool(torch.isfinite(norm)) and not skip
         if self.applied:
             if self.max_norm > 0:
                 nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
+        return math.nan if nll is None else nll.item()
 
     def step_applied(self) -> bool:
         return self.applied

@@ -42,13 +42,14 @@ def train_spoiled(
         engine, model = trainer.engine, trainer.engine.model
         step = engine.step
 
-        def spoil_and_step() -> None:
+        def spoil_and_step(*arguments: Any) -> float:
             kind = spoiled.get(trainer.progress.step + 1) if spoils else None
             if kind == "reduced":
                 reduced_gradient(engine).fill_(float("nan"))
-            step()
+            nll = step(*arguments)
             if kind in DAMAGED:
                 DAMAGED[kind](engine).fill_(float("nan"))
+            return nll
 
         engine.step = spoil_and_step
         model.final_norm.weight.register_hook(lambda gradient: gradient * numbers()[1])

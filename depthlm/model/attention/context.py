@@ -16,10 +16,14 @@ from depthlm.ops.flash import Bounds, takes_documents
 class DocumentMask:
     """Which tokens the new tokens attend to: as a mask, or as the bounds of documents. Each is computed when needed."""
 
-    def __init__(self, begin_bt: Tensor, start: int):
-        """begin_bt: the sequence index at which the document of each new token begins. start: cached tokens."""
+    def __init__(self, begin_bt: Tensor, start: int, most: int | None = None):
+        """begin_bt: the sequence index at which the document of each new token begins. start: cached tokens.
+
+        most: a limit of the number of documents of all sequences; None: unknown.
+        """
         self.begin_bt = begin_bt
         self.start = start
+        self.most = most
 
     @cached_property
     def mask_b1ts(self) -> Tensor:
@@ -38,9 +42,19 @@ class DocumentMask:
 
     @cached_property
     def bounds(self) -> Bounds:
-        """The bounds of the documents, without cached tokens. The host waits for the GPU to know their number."""
+        """The bounds of the documents, without cached tokens.
+
+        With a limit of their number, empty ones follow the last. Without, the host waits for the GPU to know it.
+        """
         b, t = self.begin_bt.shape
         starts_bt = self.starts_bt
+        if self.most is not None:
+            starts = starts_bt.flatten()
+            offsets = torch.full((self.most + 1,), b * t, dtype=torch.int32, device=starts.device)
+            # tokens within a document write to the last place what it has already
+            places = torch.where(starts, starts.cumsum(0) - 1, self.most)
+            index = torch.arange(b * t, dtype=torch.int32, device=starts.device)
+            return Bounds(offsets.scatter_(0, places, torch.where(starts, index, b * t)), t)
         # meta tensors have no values, and the number of documents hardly affects the memory that is counted with them
         first = starts_bt[:, 0] if self.begin_bt.is_meta else starts_bt.flatten().nonzero()[:, 0]
         return Bounds(torch.cat((first.int(), first.new_full((1,), b * t, dtype=torch.int32))), t)
@@ -57,8 +71,10 @@ class Documents(NamedTuple):
     next_b1: Tensor
 
 
-def find_documents(ends_bt: Tensor, start: int = 0, first_b1: Tensor | None = None) -> Documents:
-    """Return the documents of new tokens that follow `start` cached tokens.
+def find_documents(
+    ends_bt: Tensor, start: int = 0, first_b1: Tensor | None = None, most: int | None = None
+) -> Documents:
+    """Return the documents of new tokens that follow `start` cached tokens. most: as of `DocumentMask`.
 
     ends_bt: true where a token is the last of its document.
     first_b1: `next_b1` of the cached tokens; None: all of them belong to one document that has not ended.
@@ -68,7 +84,7 @@ def find_documents(ends_bt: Tensor, start: int = 0, first_b1: Tensor | None = No
     first_b1 = torch.zeros_like(after_bt[:, :1]) if first_b1 is None else first_b1
     begin = torch.cat((first_b1, after_bt), dim=1).cummax(dim=1).values
     begin_bt = begin[:, :-1]
-    return Documents(index_t - begin_bt, DocumentMask(begin_bt, start), begin[:, -1:])
+    return Documents(index_t - begin_bt, DocumentMask(begin_bt, start, most), begin[:, -1:])
 
 
 class Cache(Protocol):

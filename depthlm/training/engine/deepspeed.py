@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import io
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -25,7 +26,7 @@ from depthlm.training.engine.fp32 import keep_fp32, take_fp32
 from depthlm.training.engine.interface import Engine, copy_to_cpu
 from depthlm.training.engine.optimizers import averaged_weights, copy_to_model, count_updates, split_matrices
 from depthlm.training.engine.partitions import load_repartitioned, nonfinite
-from depthlm.training.engine.reduction import Reducer, agree_on_bf16_norm, guard_step
+from depthlm.training.engine.reduction import Reducer, StepGuard, agree_on_bf16_norm
 from depthlm.training.engine.sharding import (
     configure_deepspeed,
     deepspeed_settings,
@@ -50,8 +51,9 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
     configure_deepspeed(config)
     optimizer = build_optimizer(model, config.optimizer, plan.max_steps)
     mark_experts(model, optimizer)
+    guard = None
     if config.deepspeed.stage == 0:
-        guard_step(optimizer, config.training.gradient_clipping)
+        guard = StepGuard(optimizer, config.training.gradient_clipping)
     if config.deepspeed.stage == 3:
         prepare_sharding(model)
     else:
@@ -77,16 +79,23 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
         split_matrices(optimizer, engine.optimizer, engine.device)
     if config.deepspeed.stage == 3:
         count_updates(optimizer)
-    return DeepSpeedEngine(engine, model, optimizer, reducer_of(config, plan, engine, model))
+    return DeepSpeedEngine(engine, model, optimizer, reducer_of(config, plan, engine, model), guard)
 
 
 class DeepSpeedEngine:
     """An engine of DeepSpeed, with its workarounds. The methods are documented in `Engine`."""
 
     def __init__(
-        self, deepspeed: Any, model: Decoder, optimizer: torch.optim.Optimizer, reducer: Reducer | None
+        self,
+        deepspeed: Any,
+        model: Decoder,
+        optimizer: torch.optim.Optimizer,
+        reducer: Reducer | None,
+        guard: StepGuard | None,
     ) -> None:
-        self.deepspeed, self.model, self.optimizer, self.reducer = deepspeed, model, optimizer, reducer
+        self.deepspeed, self.model, self.optimizer = deepspeed, model, optimizer
+        # at ZeRO 0 only
+        self.reducer, self.guard = reducer, guard
 
     @property
     def zero(self) -> Any | None:
@@ -112,11 +121,23 @@ class DeepSpeedEngine:
 
     def backward(self, loss: Tensor) -> None:
         self.deepspeed.backward(loss)
+        self.reduce()
+
+    def unreduced(self) -> AbstractContextManager[None]:
+        assert self.reducer is not None
+        return self.reducer.paused()
+
+    def reduce(self) -> None:
         if self.reducer is not None:
             self.reducer.finish()
 
-    def step(self) -> None:
+    def step(self, nll: Tensor | None = None, skip: Tensor | None = None) -> float:
+        if self.guard is None:
+            self.deepspeed.step()
+            return math.nan if nll is None else nll.item()
+        self.guard.nll, self.guard.skip = nll, skip
         self.deepspeed.step()
+        return self.guard.read_nll
 
     def step_applied(self) -> bool:
         return self.deepspeed.was_step_applied()

@@ -51,8 +51,20 @@ class Engine(Protocol):
         """Add the gradients of a micro-batch. The engine divides by the accumulation steps and averages over ranks."""
         ...
 
-    def step(self) -> None:
-        """End a micro-batch. After the last of a batch, clip the gradient and update the weights if it is finite."""
+    def unreduced(self) -> AbstractContextManager[None]:
+        """Return a context in which `backward` leaves the gradients of this rank as they are; for ZeRO 0 only."""
+        ...
+
+    def reduce(self) -> None:
+        """Average the gradients over ranks after the last micro-batch of a batch, as `backward` does outside of it."""
+        ...
+
+    def step(self, nll: Tensor | None = None, skip: Tensor | None = None) -> float:
+        """End a micro-batch. After the last of a batch, clip the gradient and update the weights if it is finite.
+
+        nll: a number on the device, which is read together with the norm of the gradient, and returned.
+        skip: whether to skip the update; at ZeRO 1 and above, a loss of NaN skips it instead.
+        """
         ...
 
     def step_applied(self) -> bool:

@@ -7,7 +7,9 @@ ask all ranks, except where each of them has the whole gradient: at ZeRO 0, and 
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -50,6 +52,7 @@ class Reducer:
         self.alone = torch.distributed.get_world_size() == 1
         self.missing = [len(bucket) for bucket in self.buckets]
         self.running: list[Reduction] = []
+        self.is_paused = False
         self.hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._count, number))
             for number, bucket in enumerate(self.buckets)
@@ -59,7 +62,7 @@ class Reducer:
 
     def finish(self) -> None:
         """Reduce the remaining buckets, and wait for all; to be called after every backward pass. Collective."""
-        if not self.due():
+        if self.is_paused or not self.due():
             return
         if self.alone:
             for parameter in itertools.chain(*self.buckets):
@@ -77,13 +80,22 @@ class Reducer:
         self.running.clear()
         self.missing = [len(bucket) for bucket in self.buckets]
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Return a context in which nothing is reduced. A later `finish` reduces all."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
+
     def remove(self) -> None:
         """Remove the hooks on the parameters."""
         for hook in self.hooks:
             hook.remove()
 
     def _count(self, number: int, _: Tensor) -> None:
-        if not self.due():
+        if self.is_paused or not self.due():
             return
         self.missing[number] -= 1
         while len(self.running) < len(self.buckets) and self.missing[len(self.running)] == 0:
@@ -119,25 +131,40 @@ def buckets_of(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Pa
     return [sorted(bucket, key=lambda p: p.numel() * p.element_size() % ALIGNMENT > 0) for bucket in buckets]
 
 
-def guard_step(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-    """Make `optimizer.step` clip by the global gradient norm, and skip the update if that norm is not finite.
+class StepGuard:
+    """Makes `optimizer.step` clip by the global gradient norm, and skip the update if that norm is not finite.
 
     At ZeRO stage 0 DeepSpeed does not check gradients, but reads `overflow` and `_global_grad_norm` of the optimizer,
     which its own optimizers set at the higher stages. With this guard, ZeRO 0 sets them too.
-    """
-    update = optimizer.step
 
-    def step(*arguments: Any) -> None:
+    nll: a number on the device that is read together with the norm, so that the host waits once per step; None: there
+    is none. skip: a truth value on the device, the same on all ranks, whether to skip the update; None: it is not
+    skipped. read_nll: the number, after the step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        self.optimizer, self.max_norm, self.update = optimizer, max_norm, optimizer.step
+        self.nll: Tensor | None = None
+        self.skip: Tensor | None = None
+        self.read_nll = math.nan
+        optimizer.step = self.step  # type: ignore[method-assign, assignment]
+
+    def step(self, *_: Any) -> None:
+        """Clip and update."""
+        optimizer: Any = self.optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = total_norm(parameters)
-        optimizer.overflow = invalid_on_any_rank(norm)  # type: ignore[attr-defined]
-        optimizer._global_grad_norm = float("inf") if optimizer.overflow else float(norm)  # type: ignore[attr-defined]
-        if not optimizer.overflow:  # type: ignore[attr-defined]
-            if max_norm > 0:
-                nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-            update()
-
-    optimizer.step = step  # type: ignore[method-assign, assignment]
+        invalid = is_invalid(norm)
+        if self.skip is not None:
+            invalid = invalid | self.skip
+        nll = norm if self.nll is None else self.nll
+        norm_read, overflow, self.read_nll = torch.stack([x.double() for x in (norm, invalid, nll)]).tolist()
+        optimizer.overflow = bool(overflow)
+        optimizer._global_grad_norm = math.inf if overflow else norm_read
+        if not overflow:
+            if self.max_norm > 0:
+                nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
+            self.update()
 
 
 def agree_on_bf16_norm(device: torch.device) -> None:
@@ -145,15 +172,16 @@ def agree_on_bf16_norm(device: torch.device) -> None:
     from deepspeed.runtime import bf16_optimizer
 
     # with experts the norm is a number
-    bf16_optimizer.is_invalid_grad_norm = lambda norm: invalid_on_any_rank(torch.as_tensor(norm, device=device))
+    bf16_optimizer.is_invalid_grad_norm = lambda norm: bool(is_invalid(torch.as_tensor(norm, device=device)))
 
 
-def invalid_on_any_rank(norm: Tensor) -> bool:
+def is_invalid(norm: Tensor) -> Tensor:
     """Return whether the norm of a gradient is not finite on any rank, or is -1, as DeepSpeed marks it; collective."""
-    invalid = (~torch.isfinite(norm) | (norm < 0)).int()
+    invalid = ~torch.isfinite(norm) | (norm < 0)
     if torch.distributed.get_world_size() > 1:
+        invalid = invalid.int()
         torch.distributed.all_reduce(invalid, op=torch.distributed.ReduceOp.MAX)
-    return bool(invalid)
+    return invalid.bool()
 
 
 def _key(parameter: nn.Parameter) -> tuple[torch.dtype, bool]:

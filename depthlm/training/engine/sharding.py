@@ -50,9 +50,11 @@ def deepspeed_settings(config: Config, plan: Plan, model: Decoder) -> dict[str, 
         "zero_allow_untested_optimizer": True,
         # compiling DeepSpeed's own Adam for offloaded states takes minutes at the first start
         "zero_force_ds_cpu_optimizer": False,
-        # at stage 0 guard_step clips, since DeepSpeed would not report the norm
+        # at stage 0 StepGuard clips, since DeepSpeed would not report the norm
         "gradient_clipping": config.training.gradient_clipping if stage else 0.0,
         "data_types": {"grad_accum_dtype": "fp32"},
+        # it would wait for the device before each forward pass
+        "timers": {"throughput": {"enabled": False}},
     }
     if sharding.communication_data_type != "auto":
         settings["communication_data_type"] = sharding.communication_data_type

@@ -1,0 +1,259 @@
+"""CUDA graphs: the passes of a micro-batch are captured once, and one launch replays them in every later step.
+
+Without a graph, the host issues thousands of kernels per micro-batch, which takes longer than the GPU needs to run
+those of a depth mechanism. A graph has all of them, with the addresses of what they read and write. So a micro-batch is
+copied to static inputs, and gradients have static addresses: the first micro-batch of a step writes them, the others
+add to them, by a graph of their own. All graphs take their memory from one pool.
+
+A replay runs no Python. What differs between steps is a tensor that the graph reads, or happens outside of it: the sum
+over micro-batches and ranks, the choice to skip an update, clipping, and the update itself. With several ranks, the
+buckets of gradients are reduced after the last replay: in a graph, NCCL would need all ranks to capture, and a rank
+whose capture fails must still meet the others.
+"""
+
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from itertools import repeat
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from depthlm.config import Config
+from depthlm.data.sampler import inputs_and_targets
+from depthlm.model import Decoder
+from depthlm.model.attention.delta import DeltaAttention
+from depthlm.model.experts import Routing
+from depthlm.training.engine import Engine
+from depthlm.training.plan import Plan
+
+log = logging.getLogger("depthlm")
+
+# steps without a graph, in which kernels are compiled and libraries allocate their memory
+EAGER_STEPS = 2
+# packages whose frames do not say where a capture has failed
+LIBRARIES = {"torch", "deepspeed", "triton"}
+
+
+class Passes(NamedTuple):
+    """The results of a forward and a backward pass. sums: [nll, loss], summed over tokens. routing: of the experts."""
+
+    sums: Tensor
+    routing: Routing | None
+
+
+class Captured(NamedTuple):
+    """A captured function: what replays it, and its results, which each replay overwrites."""
+
+    replay: Callable[[], None]
+    results: Any
+
+
+class Backend(Protocol):
+    """What captures and replays. Tests on a CPU have another one, which runs the function again."""
+
+    def warm_up(self) -> AbstractContextManager[None]:
+        """Return a context for the steps before a capture."""
+        ...
+
+    def capture(self, function: Callable[[], Any]) -> Captured:
+        """Capture a function that reads and writes the same tensors in each call. This computes nothing."""
+        ...
+
+    def random_state(self) -> Tensor:
+        """Return the state of the device's generator."""
+        ...
+
+
+class CudaGraphs:
+    """Captures on a stream of its own, as PyTorch requires, into one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def warm_up(self) -> Iterator[None]:
+        """Run on the stream of the capture: autograd would otherwise add gradients on the one of the first backward."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def capture(self, function: Callable[[], Any]) -> Captured:
+        graph = torch.cuda.CUDAGraph()
+        # other threads, such as the one that pins the memory of batches, may call CUDA meanwhile
+        settings: dict[str, Any] = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
+        failure: BaseException | None = None
+        try:
+            with torch.cuda.graph(graph, **settings):
+                try:
+                    results = function()
+                except BaseException as error:
+                    failure = error
+                    raise
+        except RuntimeError:
+            # the end of a capture that has failed raises an error that hides the cause
+            if failure is not None:
+                raise failure from None
+            raise
+        return Captured(graph.replay, results)
+
+    def random_state(self) -> Tensor:
+        return torch.cuda.get_rng_state(self.stream.device)
+
+
+class MicroBatchGraphs:
+    """Runs the passes of a micro-batch as graphs, after two steps without. A capture that fails loses nothing.
+
+    captured: the number of captures. reason: why one has failed; all later steps run without graphs.
+    """
+
+    def __init__(self, engine: Engine, z_loss: float, scale: float, backend: Callable[[], Backend]) -> None:
+        """z_loss: its weight. scale: the factor of the loss. backend: makes a backend, with a pool of memory."""
+        self.engine, self.z_loss, self.scale, self.make_backend = engine, z_loss, scale, backend
+        self.parameters: list[nn.Parameter] = [p for p in engine.model.parameters() if p.requires_grad]
+        self.eager_steps, self.captured = 0, 0
+        self.reason: str | None = None
+        self.max_documents: int | None = None
+        self.release()
+
+    def release(self) -> None:
+        """Free the graphs with their memory; the next step captures again. Gradients must not be in use."""
+        self.backend = self.make_backend()
+        self.graphs: dict[bool, Captured] = {}
+        self.inputs: list[Tensor] = []
+        self.gradients: list[Tensor | None] = []
+        self.addresses = self._addresses()
+
+    def make_room(self, batch: Tensor) -> None:
+        """Let a micro-batch have as many documents as in a batch [accumulation, micro_batch, T + 1] on the host.
+
+        A graph has a static number of documents; it grows by powers of two, since each change needs another capture.
+        """
+        model = self.engine.model
+        if model.end_of_text is None or self.reason is not None:
+            return
+        ends = (batch == model.end_of_text) | (batch == ~model.end_of_text)
+        needed = int(ends.sum((1, 2)).max()) + batch.shape[1]
+        if self.max_documents is None or needed > self.max_documents:
+            self.max_documents = 1 << max(needed, 4 * batch.shape[1]).bit_length()
+            self.release()
+
+    def begin_step(self) -> bool:
+        """Begin a step. Return whether `run` runs its micro-batches; if not, the step belongs into `warm_up`."""
+        if self.reason is not None:
+            return False
+        self.eager_steps += 1
+        if self.eager_steps <= EAGER_STEPS:
+            return False
+        if self.addresses != self._addresses():
+            self.release()
+        return True
+
+    @contextmanager
+    def warm_up(self) -> Iterator[None]:
+        """Return the context for a step without graphs."""
+        if self.reason is not None:
+            yield
+            return
+        state = self.backend.random_state()
+        with self.backend.warm_up():
+            yield
+        if self.engine.model.activation_checkpointing and not torch.equal(state, self.backend.random_state()):
+            self.fail("a layer draws random numbers, which its recomputation in a graph would draw again")
+
+    def run(self, tokens: Tensor, seeds_b: Tensor | None, is_first: bool) -> Passes:
+        """Add the gradients of a micro-batch [micro_batch, T + 1], which are not reduced over ranks.
+
+        seeds_b: of dropout. is_first: whether it is the first of a step. The results are valid until the next call.
+        """
+        given = [tokens] if seeds_b is None else [tokens, seeds_b]
+        if self.reason is None and is_first not in self.graphs:
+            self._capture(given, is_first)
+        if self.reason is not None:
+            return self._passes(given)
+        for static, new in zip(self.inputs, given, strict=True):
+            static.copy_(new, non_blocking=True)
+        self.graphs[is_first].replay()
+        self._attach_gradients(self.gradients)
+        return self.graphs[is_first].results
+
+    def _capture(self, given: Sequence[Tensor], is_first: bool) -> None:
+        self.inputs = self.inputs or [x.clone() for x in given]
+        try:
+            self.graphs[is_first] = self.backend.capture(partial(self._passes, self.inputs))
+        except Exception as error:
+            self.fail(f"{line_of(error)}: {(str(error) or type(error).__name__).splitlines()[0]}")
+            # a capture has computed nothing, and its memory is free again
+            self.graphs.clear()
+            self._attach_gradients(None if is_first else self.gradients)
+        else:
+            self.captured += 1
+            if is_first:
+                self.gradients = [p.grad for p in self.parameters]
+
+    def fail(self, reason: str) -> None:
+        """Train without graphs from now on."""
+        self.reason = reason
+        log.warning("the run continues without CUDA graphs: %s", reason)
+
+    def _passes(self, given: Sequence[Tensor]) -> Passes:
+        inputs, targets = inputs_and_targets(given[0])
+        model = self.engine.model
+        model.max_documents = self.max_documents
+        try:
+            with self.engine.unreduced():
+                sums = self.engine(inputs, targets, seeds_b=given[1] if len(given) > 1 else None)
+                loss = sums.total(self.z_loss)
+                self.engine.backward(loss * self.scale)
+        finally:
+            # batches of validation may have more
+            model.max_documents = None
+        routing = None if sums.routing is None else Routing(*(x.detach() for x in sums.routing))
+        return Passes(torch.stack((sums.nll.detach(), loss.detach())), routing)
+
+    def _attach_gradients(self, gradients: Sequence[Tensor | None] | None) -> None:
+        for parameter, gradient in zip(self.parameters, gradients or repeat(None), strict=False):
+            parameter.grad = gradient
+
+    def _addresses(self) -> list[int]:
+        return [p.data_ptr() for p in self.parameters]
+
+
+def make_graphs(config: Config, plan: Plan, engine: Engine) -> MicroBatchGraphs | None:
+    """Return the graphs of a run as training.cuda_graphs says, or None. Logs why a run cannot have them."""
+    choice, device = config.training.cuda_graphs, engine.device
+    if choice is False or (choice == "auto" and device.type != "cuda"):
+        return None
+    if reason := why_not(config, engine.model, device):
+        log.info("training.cuda_graphs=%s: the run trains without CUDA graphs: %s", str(choice).lower(), reason)
+        return None
+    return MicroBatchGraphs(engine, config.training.z_loss, plan.loss_factor, partial(CudaGraphs, device))
+
+
+def why_not(config: Config, model: Decoder, device: torch.device) -> str | None:
+    """Return why the micro-batches of a run cannot be captured, or None."""
+    if device.type != "cuda":
+        return f"they need a GPU, and the device is {device.type}"
+    if config.deepspeed.stage > 0:
+        return f"deepspeed.stage={config.deepspeed.stage} changes gradients and weights while a micro-batch runs"
+    if config.deepspeed.experts > 1:
+        return f"deepspeed.experts={config.deepspeed.experts}: how many tokens a rank gets is known when they are sent"
+    if model.mixtures() and config.precision.name == "fp32":
+        return "in fp32 the host computes one expert after the other, with the number of its tokens"
+    if model.end_of_text is not None and any(isinstance(layer.attention, DeltaAttention) for layer in model.layers):
+        return "Kimi Delta Attention needs the number of documents on the host (data.document_mask)"
+    return None
+
+
+def line_of(error: BaseException) -> str:
+    """Return the innermost line of the code that led to an error, without libraries: `file.py:12, in read`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [x for x in frames if not LIBRARIES & set(Path(x.filename).parts)]
+    last = (own or frames)[-1]
+    return f"{last.filename}:{last.lineno}, in {last.name}"

@@ -1,0 +1,293 @@
+"""Graphs of micro-batches: replays compute what ordinary steps compute, bit for bit.
+
+Without a GPU, a backend of the tests "replays" by running the captured function again on its static inputs.
+"""
+
+import logging
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import depthlm
+from depthlm.config import Config
+from depthlm.distributed.launchers import ranks
+from depthlm.distributed.process_group import start_distributed
+from depthlm.model.attention.context import find_documents
+from depthlm.training import train
+from depthlm.training.engine import Engine, build_engine
+from depthlm.training.graphs import Captured, MicroBatchGraphs, make_graphs
+from depthlm.training.plan import Plan, make_plan
+from depthlm.training.step import train_step
+
+from ..model.conftest import PRESETS
+from ..two_ranks import TwoRanks
+from .run_files import assert_same, curve, states, weights
+from .spoiled import train_spoiled
+from .synthetic import synthetic_tokens
+
+# two without a graph, one that captures, two that only replay
+STEPS = 5
+SMALL = ("size=micro", "training.sequence_length=16", "training.batch_size=4", "training.micro_batch_size=2",
+         "precision=fp32")  # fmt: skip
+OTHERS = {
+    "dropout": ["backbone.dropout=0.1", "training.activation_checkpointing=true"],
+    "selective": ["training.activation_checkpointing=selective"],
+    "bf16": ["model=attention_residuals", "precision=bf16"],
+    "loops": ["model=dca", "model.loops=2"],
+    "experts": ["backbone=qwen3_moe", "model=moda"],
+    "one micro-batch": ["model=moda", "training.micro_batch_size=4"],
+    "weights in averages": ["optimizer=schedule_free", "schedule=constant"],
+    "muon": ["optimizer=muon"],
+}
+
+
+class Rerun:
+    """Replays by running the function again. As on a GPU, a capture computes nothing, and results have fixed places.
+
+    fails_at: the number of the capture that fails, from 1; None: none.
+    """
+
+    def __init__(self, model: nn.Module, fails_at: int | None = None) -> None:
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.fails_at, self.captures = fails_at, 0
+
+    def warm_up(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def random_state(self) -> Tensor:
+        return torch.get_rng_state()
+
+    def capture(self, function: Callable[[], Any]) -> Captured:
+        self.captures += 1
+        given = [p.grad for p in self.parameters]
+        copies = [None if x is None else x.clone() for x in given]
+        results = function()
+        static = [p.grad for p in self.parameters]
+        for x, gradient, copy in zip(static, given, copies, strict=True):
+            assert gradient is None or gradient is x, "a later micro-batch must add to the same gradient"
+            if x is not None:
+                x.fill_(torch.nan) if copy is None else x.copy_(copy)
+        if self.captures == self.fails_at:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        places = [x.fill_(-1) for x in tree_leaves(results) if isinstance(x, Tensor)]
+
+        def replay() -> None:
+            for parameter, gradient in zip(self.parameters, given, strict=True):
+                parameter.grad = gradient
+            again = tree_leaves(function())
+            for place, new in zip(places, [x for x in again if isinstance(x, Tensor)], strict=True):
+                place.copy_(new)
+            for parameter, x in zip(self.parameters, static, strict=True):
+                if x is not None and parameter.grad is not x:
+                    x.copy_(parameter.grad)
+
+        return Captured(replay, results)
+
+
+def rerun_graphs(config: Config, plan: Plan, engine: Engine, fails_at: int | None = None) -> MicroBatchGraphs:
+    """Return what takes the place of `make_graphs`."""
+    backend = Rerun(engine.model, fails_at)
+    return MicroBatchGraphs(engine, config.training.z_loss, plan.loss_factor, lambda: backend)
+
+
+def trained(overrides: list[str], graphs: Callable[..., Any] = lambda *_: None, highest: float = torch.inf) -> Any:
+    """Return losses, norms and whether updates were applied in STEPS steps, the weights after them, and the graphs."""
+    torch.set_num_threads(1)
+    config = depthlm.compose([*SMALL, "training.z_loss=0.1", *overrides])
+    start_distributed(ranks())
+    plan, model = make_plan(config, ranks()), depthlm.build_model(config)
+    model.checkpoint_activations(config.training.activation_checkpointing)
+    model.mask_documents(config.data.document_mask, 3)
+    engine = build_engine(config, plan, model)
+    made, steps = graphs(config, plan, engine), []
+    for number, tokens in enumerate(synthetic_tokens(config, STEPS)):
+        engine.set_learning_rate(0.01)
+        batch = tokens.view(plan.accumulation, plan.micro_batch_size, -1)
+        if made is not None:
+            made.make_room(batch)
+        seeds = torch.arange(4, dtype=torch.int32).view(*batch.shape[:2]) + number
+        limit = highest if number == STEPS - 1 else torch.inf
+        loss = train_step(engine, batch, plan, 0.1, limit, seeds=seeds, graphs=made)
+        steps.append((loss, engine.grad_norm(), engine.step_applied()))
+    after = {name: x.detach().clone() for name, x in model.state_dict().items()}
+    engine.destroy()
+    return steps, after, made
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [*([f"model={preset}"] for preset in PRESETS), *(pytest.param(x, id=name) for name, x in OTHERS.items())],
+)
+def test_replays_equal_ordinary_steps(overrides: list[str]) -> None:
+    expected, weights_after, _ = trained(overrides)
+    steps, after, graphs = trained(overrides, rerun_graphs)
+    assert (graphs.captured, graphs.reason) == (1 if "training.micro_batch_size=4" in overrides else 2, None)
+    assert steps == expected
+    assert_same(after, weights_after)
+
+
+def test_a_spike_skips_the_update_of_a_replay() -> None:
+    steps, after, _ = trained(["model=mhc"], rerun_graphs, highest=1.0)
+    assert [applied for *_, applied in steps] == [True] * (STEPS - 1) + [False]
+    expected, weights_after, _ = trained(["model=mhc"], highest=1.0)
+    assert steps == expected
+    assert_same(after, weights_after)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_a_capture_that_fails_loses_nothing(fails_at: int, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "depthlm"):
+        steps, after, graphs = trained(["model=moda"], partial(rerun_graphs, fails_at=fails_at))
+    expected, weights_after, _ = trained(["model=moda"])
+    assert steps == expected
+    assert_same(after, weights_after)
+    assert graphs.captured == fails_at - 1
+    assert not graphs.graphs
+    [message] = [record.message for record in caplog.records if "CUDA graphs" in record.message]
+    assert "test_graphs.py:" in message
+    assert message.endswith("in capture: operation not permitted when stream is capturing")
+
+
+def test_layers_that_draw_random_numbers_are_not_recomputed_in_a_graph(caplog: pytest.LogCaptureFixture) -> None:
+    def drawing(*arguments: Any) -> MicroBatchGraphs:
+        graphs = rerun_graphs(*arguments)
+        graphs.engine.model.layers[0].register_forward_hook(lambda *_: torch.rand(1) and None)
+        return graphs
+
+    *_, graphs = trained(["training.activation_checkpointing=true"], drawing)
+    assert graphs.captured == 0
+    assert "random numbers" in graphs.reason
+
+
+def test_weights_that_move_are_captured_again() -> None:
+    def moving(*arguments: Any) -> MicroBatchGraphs:
+        graphs, moved = rerun_graphs(*arguments), arguments[2].model.head.weight
+
+        def move(*_: Any) -> None:
+            if graphs.captured == 2 and graphs.eager_steps == 3:
+                moved.data = moved.data.clone()
+
+        graphs.engine.model.register_forward_hook(move)
+        return graphs
+
+    steps, _, graphs = trained([], moving)
+    assert graphs.captured == 4
+    assert steps == trained([])[0]
+
+
+@pytest.mark.parametrize("most", [4, 9])
+def test_a_limit_of_documents_only_adds_empty_ones(most: int) -> None:
+    ends = torch.tensor([[0, 1, 0, 0], [1, 0, 0, 1]], dtype=torch.bool)
+    exact, limited = find_documents(ends).mask.bounds, find_documents(ends, most=most).mask.bounds
+    assert exact.offsets.tolist() == [0, 2, 4, 5, 8]
+    assert limited.offsets.tolist() == [0, 2, 4, 5, *[8] * (most - 3)]
+    assert limited[1:] == exact[1:]
+    assert limited.offsets.dtype == exact.offsets.dtype
+
+
+def test_more_documents_than_expected_are_captured_again() -> None:
+    def limited(*arguments: Any) -> MicroBatchGraphs:
+        graphs = rerun_graphs(*arguments)
+        room = graphs.make_room
+        # the last batch has a document per token
+        graphs.make_room = lambda batch: room(batch if graphs.eager_steps < STEPS - 1 else torch.full_like(batch, 3))
+        return graphs
+
+    *_, graphs = trained(["data.document_mask=true"], limited)
+    assert graphs.captured == 4
+    assert graphs.max_documents >= 2 * 16
+
+
+def train_with_graphs(overrides: list[str], fails_at: int | None = None) -> int:
+    """Train as train.py does, with the backend of these tests."""
+    with mock.patch("depthlm.training.trainer.make_graphs", partial(rerun_graphs, fails_at=fails_at)):
+        return train(depthlm.compose(overrides))
+
+
+def test_a_run_with_graphs_equals_one_without(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Also with sublayer norms, which are measured without a graph, and if it stops, resumes, and skips a batch."""
+    settings = ("training.max_steps=9", "training.micro_batch_size=2", "training.log_blocks_every=4",
+                "training.log_every=1")  # fmt: skip
+    assert train_spoiled(small_run(*settings, name="plain"), {8: "loss"}) == 0
+    with mock.patch("depthlm.training.trainer.make_graphs", rerun_graphs):
+        for stop in ("training.stop_after=5", "training.stop_after=null"):
+            assert train_spoiled(small_run(*settings, stop), {8: "loss"}) == 0
+    plain, graphs = tmp_path / "plain", tmp_path / "run"
+    assert curve(graphs) == curve(plain)
+    assert_same(weights(graphs), weights(plain))
+    assert_same(states(graphs), states(plain))
+    assert (graphs / "blocks.jsonl").read_text() == (plain / "blocks.jsonl").read_text()
+
+
+def test_two_ranks_with_graphs_equal_two_without(
+    two_ranks: TwoRanks, small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    settings = ("training.max_steps=5", "training.micro_batch_size=2", "deepspeed.reduce_bucket_size=20000")
+    assert two_ranks(train_plain, small_run(*settings, name="plain")) == [0, 0]
+    assert two_ranks(train_with_graphs, small_run(*settings)) == [0, 0]
+    assert two_ranks(train_with_one_failure, small_run(*settings, name="failed")) == [0, 0]
+    for name in ("run", "failed"):
+        assert curve(tmp_path / name) == curve(tmp_path / "plain")
+        assert_same(weights(tmp_path / name), weights(tmp_path / "plain"))
+
+
+def train_plain(overrides: list[str]) -> int:
+    return train(depthlm.compose(overrides))
+
+
+def train_with_one_failure(overrides: list[str]) -> int:
+    """Train with graphs, whose second capture fails on rank 1."""
+    return train_with_graphs(overrides, fails_at=2 if ranks().rank == 1 else None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "reason"),
+    [
+        (["training.cuda_graphs=auto"], "cpu", None),
+        (["training.cuda_graphs=false"], "cuda", None),
+        (["training.cuda_graphs=true"], "cpu", "they need a GPU"),
+        (["deepspeed=zero1"], "cuda", "deepspeed.stage=1"),
+        (["backbone=qwen3_moe"], "cuda", "deepspeed.experts=2"),
+        (["backbone=qwen3_moe", "precision=fp32"], "cuda", "one expert after the other"),
+        (["backbone=kimi_linear", "data.document_mask=true"], "cuda", "the number of documents"),
+    ],
+)
+def test_a_run_without_graphs_says_why(
+    overrides: list[str], device: str, reason: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = depthlm.compose(["size=micro", *overrides])
+    if reason == "deepspeed.experts=2":
+        # a configuration of two ranks
+        config = replace(config, deepspeed=replace(config.deepspeed, experts=2))
+    model = depthlm.build_model(config, "meta")
+    model.mask_documents(config.data.document_mask, 3)
+    engine = mock.Mock(model=model, device=torch.device(device))
+    with caplog.at_level(logging.INFO, "depthlm"):
+        assert make_graphs(config, mock.Mock(), engine) is None
+    assert [reason in record.message for record in caplog.records] == ([True] if reason else [])
+
+
+def test_the_host_waits_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the loss and the norm together; DeepSpeed's timer, which waits before each pass, is off."""
+    read: list[str] = []
+    for name in ("item", "tolist", "__bool__", "__float__"):
+        original = getattr(Tensor, name)
+
+        def counted(x: Tensor, *, original: Any = original) -> Any:
+            if not any("optim" in frame.filename for frame in traceback.extract_stack()):
+                read.append(f"{traceback.extract_stack()[-2]}")
+            return original(x)
+
+        monkeypatch.setattr(Tensor, name, counted)
+    trained([])
+    assert len(read) == STEPS, read
