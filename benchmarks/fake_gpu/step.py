@@ -4,7 +4,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,9 +20,8 @@ from benchmarks.fake_gpu.launches import Specialization
 from depthlm.accounting.tracing import trace
 from depthlm.build import build_model
 from depthlm.config import Config, compose_anywhere
-from depthlm.model import Decoder, compile_sublayers
-from depthlm.model.attention.context import DocumentMask
-from depthlm.ops.flash import Bounds
+from depthlm.model import Decoder, Loss, compile_sublayers
+from depthlm.training.graphs import MicroBatchGraphs
 
 GIB = 2**30
 # operators that launch more than one kernel
@@ -55,10 +54,9 @@ def rehearse(overrides: list[str], micro_batch_size: int, precision: str, compil
             compile_regions(model, counter)
         tokens = torch.zeros(micro_batch_size, config.training.sequence_length + 1, dtype=torch.long, device="cuda")
         autocast = torch.autocast("cuda", dtype=torch.bfloat16) if precision == "autocast" else nullcontext()
-        # the number of documents would depend on values
-        offsets = torch.zeros(4 * micro_batch_size + 1, dtype=torch.int32, device="cuda")
-        bounds = mock.patch.object(DocumentMask, "bounds", Bounds(offsets, tokens.shape[1] - 1))
-        with bounds, counter, autocast, torch.autograd.graph.saved_tensors_hooks(counter.save, lambda x: x):
+        # as in a graph; the exact number would depend on values
+        model.max_documents = 4 * micro_batch_size
+        with counter, autocast, torch.autograd.graph.saved_tensors_hooks(counter.save, lambda x: x):
             loss = model(tokens[:, :-1], tokens[:, 1:], seeds_b=tokens[:, 0].int())
         saved = sum(counter.held[key] for key in counter.saved - weights)
         counter.phase = "backward"
@@ -132,6 +130,43 @@ def compile_regions(model: Decoder, counter: "LaunchCounter") -> None:
 
     with mock.patch("torch.compile", compile_without_counter):
         compile_sublayers(model, backend=launches.backend(counter.region))
+
+
+def passes_of(overrides: list[str]) -> list["LaunchCounter"]:
+    """Return what three micro-batches count that a CUDA graph would capture. Call `benchmarks.rehearsal.prepare` first.
+
+    The first writes the gradients, the others add to them. Raises: RuntimeError where the host needs a shape that
+    depends on values.
+    """
+    config = compose_anywhere(overrides, None)
+    model, counters = model_of(config), [LaunchCounter() for _ in range(3)]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device="cuda"))
+        graphs = MicroBatchGraphs(FakeEngine(model), 0.1, 1.0, nullcontext)  # type: ignore[arg-type]
+        graphs.max_documents = 8
+        tokens = torch.zeros(2, config.training.sequence_length + 1, dtype=torch.long, device="cuda")
+        for counter in counters:
+            launches.record_launches(counter.launched)
+            with counter:
+                graphs._passes([tokens, tokens[:, 0].int()])
+    return counters
+
+
+class FakeEngine:
+    """What `MicroBatchGraphs` calls of an engine, without an update. bf16 under autocast, as at ZeRO 0."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+
+    def __call__(self, *arguments: Any, **settings: Any) -> Loss:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return self.model(*arguments, **settings)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def unreduced(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Traffic(NamedTuple):

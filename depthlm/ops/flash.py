@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from depthlm.ops.autograd import call
 from depthlm.ops.backend import gpu_capability
@@ -33,6 +34,15 @@ def gpu_flash(q_bhte: Tensor) -> bool:
     """Return whether flash attention on a GPU supports these queries."""
     narrow = q_bhte.is_cuda and q_bhte.itemsize == 2 and q_bhte.is_floating_point()
     return narrow and gpu_capability() >= (8, 0) and q_bhte.shape[3] % 8 == 0 and q_bhte.shape[3] <= 256
+
+
+def by_cudnn(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, causal: bool) -> bool:
+    """Return whether PyTorch computes this attention on a GPU with cuDNN, which on Hopper is 1.5 times as fast."""
+    if not torch.cuda.is_available():
+        return False
+    grouped = q_bhte.shape[1] != k_bkte.shape[1]
+    choice = torch._fused_sdp_choice(q_bhte, k_bkte, v_bkte, None, 0.0, causal, scale=None, enable_gqa=grouped)
+    return choice == SDPBackend.CUDNN_ATTENTION.value
 
 
 def takes_documents(q_bhte: Tensor) -> bool:

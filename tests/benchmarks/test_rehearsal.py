@@ -11,6 +11,8 @@ import pytest
 
 from depthlm.locations import REPOSITORY
 
+from ..model.conftest import PRESETS
+
 pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.slow,
@@ -83,6 +85,13 @@ def test_compiled_sublayers_launch_few_kernels(tmp_path: Path) -> None:
         assert line["launches"] <= most[preset], preset
         # less than without torch.compile, which the estimate before a run assumes
         assert line["saved_gib"] < SAVED_GIB[preset] - 3, preset
+
+
+def test_nothing_that_a_graph_captures_waits_or_changes_between_micro_batches() -> None:
+    command = [sys.executable, "-m", "tests.benchmarks.fake_capture", *PRESETS]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {preset: {"waits": {}, "changes": False} for preset in PRESETS}
 
 
 def test_mistakes_are_reported_and_other_presets_continue(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from depthlm.ops.autograd import call, parts
 from depthlm.ops.backend import chosen, operator, using
 from depthlm.ops.depth_attention.naive import MAX_HEAD_SIZE
 from depthlm.ops.dtypes import exact_dtype, no_autocast
-from depthlm.ops.flash import Bounds, gpu_flash
+from depthlm.ops.flash import Bounds, by_cudnn, gpu_flash
 from depthlm.ops.flash import backward as backward_by_document
 from depthlm.ops.flash import forward as forward_by_document
 from depthlm.ops.moda.bank import Bank, Depth
@@ -116,7 +116,10 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bounds: Bounds 
     causal, aten = mask is None and q.shape[2] == k.shape[2], torch.ops.aten
     if q.is_cpu:
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=_added(mask, q))
-    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    if by_cudnn(q, k, v, causal):
+        out, lse, *rest = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+        return out, lse.view(q.shape[:3]), lse.shape, *rest
+    return (*aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal),)
 
 
 def _flash_backward(
@@ -130,8 +133,13 @@ def _flash_backward(
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, attn_mask=_added(mask, q)
         )
-    # the forward pass returned lengths, random state and a debug mask
-    *lengths, seed, offset, _ = rest
+    # the forward pass returned lengths, random state and a debug mask; that of cuDNN before them the shape of lse
+    *shape, first, second, longest, other, seed, offset, _ = rest
+    lengths = first, second, longest, other
+    if shape:
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse.view(shape[0]), seed, offset, None, *lengths, 0.0, causal
+        )
     return aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, *lengths, 0.0, causal, seed, offset
     )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from depthlm.model.experts import spread_of
 from depthlm.training.engine.experts import reduction_group, total_norm
@@ -162,9 +163,18 @@ class StepGuard:
         optimizer.overflow = bool(overflow)
         optimizer._global_grad_norm = math.inf if overflow else norm_read
         if not overflow:
-            if self.max_norm > 0:
-                nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
+            self.clip(parameters, norm)
             self.update()
+
+    def clip(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
+        """Scale the gradients by max_norm / norm if that is below 1. On a GPU, fused AdamW does it as it reads them."""
+        if self.max_norm <= 0:
+            return
+        if parameters[0].is_cuda and isinstance(self.optimizer, AdamW) and self.optimizer.defaults["fused"]:
+            # AdamW divides by it; the same small number as in clip_grads_with_norm_ guards against a norm of 0
+            self.optimizer.grad_scale = ((norm + 1e-6) / self.max_norm).clamp(min=1.0).float()  # type: ignore[attr-defined]
+        else:
+            nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
 
 
 def agree_on_bf16_norm(device: torch.device) -> None:
