@@ -40,7 +40,8 @@ class Specialization:
 
     def __init__(self, function: JITFunction, compile_arguments: tuple[Any, ...]):
         self.function, self.compile_arguments, self.arguments = function, compile_arguments, ""
-        self.kernel = f"{function.fn.__module__.removeprefix('depthlm.ops.')}.{function.fn.__name__}"
+        module, name = function.fn.__module__, function.fn.__name__
+        self.kernel = name if module.startswith("depthlm.") else f"{module}.{name}"
 
     def inspect(self) -> dict[str, Any]:
         """Compile this version; return its use of registers, stack and memory, and its instructions."""

@@ -29,7 +29,7 @@ LAUNCHES = {"_fused_rms_norm_backward": 2}
 # bytes per parameter of AdamW's states; with 16-bit weights, of their fp32 copies too
 ADAMW = {"autocast": 8, "bf16": 12}
 # kernels that get a table of sources, and write the gradients of the sources to the addresses in it
-WRITE_GRADIENTS = ("_source_grads",)
+WRITE_GRADIENTS = ("attention_residuals_backward", "dca_source_grads", "denseformer_backward")
 PACKAGE = Path(__file__).parents[2] / "depthlm"
 # modules between the caller of an operator and the mode that counts it
 INTERMEDIATE = (__name__, "torch._compile", "torch._dynamo.eval_frame", "torch._ops", "torch.utils._python_dispatch")
@@ -204,7 +204,7 @@ def measure_traffic(run: Callable[[], Sequence[torch.Tensor]], inputs: Sequence[
 
 def launch_bytes(name: str, arguments: dict[str, Any], tables: dict[int, dict[str, Any]]) -> int:
     """Return the bytes that a launch moves. tables: by the storage of a table, the launch that wrote it."""
-    if name == "_write_table":
+    if name == "reads_write_table":
         tables[_storage(arguments["table_ptr"])] = arguments
         return arguments["table_ptr"].nbytes
     tensors = {_storage(x): x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)}

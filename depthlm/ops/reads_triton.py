@@ -81,7 +81,9 @@ def table_of(sources: Sequence[Tensor], grads: Sequence[Tensor] = (), added: Seq
     with torch.cuda.device_of(table):
         for i in range(0, len(sources), ADDRESSES):
             part = slice(i, i + ADDRESSES)
-            _write_table[(1,)](*addresses(sources[part], grads[part], added[part]), table, i, len(sources), num_warps=1)
+            reads_write_table[(1,)](
+                *addresses(sources[part], grads[part], added[part]), table, i, len(sources), num_warps=1
+            )
     return table
 
 
@@ -114,7 +116,7 @@ def narrow_dtype(sources: Sequence[Tensor]) -> Any:
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _write_table(x_ptrs, grad_ptrs, wide, added, table_ptr, first, n):
+def reads_write_table(x_ptrs, grad_ptrs, wide, added, table_ptr, first, n):
     for k in tl.static_range(len(x_ptrs)):
         if first + k < n:
             at = (first + k) * 3

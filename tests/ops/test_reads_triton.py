@@ -28,11 +28,18 @@ READS = ("attend", "weighted", "gated")
 # Triton's interpreter takes time for every position and source, so it gets few of them, in programs of few
 TOKENS, ROWS = (9, 16) if DEVICE == "cuda" else (4, 3)
 KERNELS = {
-    reads_triton: ("_write_table",),
-    attend_ops: ("_forward", "_backward"),
-    one_triton: ("_forward", "_backward"),
-    gated_triton: ("_scores", "_forward", "_score_grads", "_source_grads", "_bias_grads", "_gate_grads"),
-    weighted_triton: ("_forward", "_backward"),
+    reads_triton: ("reads_write_table",),
+    attend_ops: ("attention_residuals_forward", "attention_residuals_backward"),
+    one_triton: ("attention_residuals_one_forward", "attention_residuals_one_backward"),
+    gated_triton: (
+        "dca_scores",
+        "dca_forward",
+        "dca_score_grads",
+        "dca_source_grads",
+        "dca_bias_grads",
+        "dca_gate_grads",
+    ),
+    weighted_triton: ("denseformer_forward", "denseformer_backward"),
 }
 # one read and several, of sources of two dtypes, forward and backward
 LAUNCHES = """

@@ -88,7 +88,7 @@ class Launcher:
             parameters[name] = packed(*values[k]) if k < len(values) else bytes(8)
         if len(values) + 2 != len(parameters):
             raise RuntimeError(f"{len(values)} arguments for {len(parameters)} parameters")
-        name = f"{function.fn.__module__.removeprefix('depthlm.ops.')}.{function.fn.__name__}"
+        name = function.fn.__name__
         self.launches[name] += 1
         self.versions[f"{name} {compiled.hash}"] += 1
         self.reports.kernel = name

@@ -57,7 +57,9 @@ def forward(parameters, sources, start, eps, outputs):
     settings, warps = _settings(xs, eps)
     grid = (triton.cdiv(positions, ROWS),)
     with torch.cuda.device_of(query):
-        _forward[grid](*addresses(xs), tensor_ptrs, len(xs), positions, ROWS, *flags, settings, num_warps=warps)
+        attention_residuals_one_forward[grid](
+            *addresses(xs), tensor_ptrs, len(xs), positions, ROWS, *flags, settings, num_warps=warps
+        )
 
 
 @torch.library.custom_op(operator_name(__name__, "depth_attend_one_backward"), **BACKWARD)
@@ -74,7 +76,7 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     settings, warps = _settings(xs, eps)
     table = addresses(xs, source_grads, added)
     with torch.cuda.device_of(query):
-        _backward[(programs,)](*table, read_ptrs, sum_ptrs, *numbers, settings, num_warps=warps)
+        attention_residuals_one_backward[(programs,)](*table, read_ptrs, sum_ptrs, *numbers, settings, num_warps=warps)
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
@@ -110,7 +112,9 @@ def _score(q, x, bias_ptr, j, biased, SETTINGS):
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _forward(x_ptrs, grad_ptrs, wide, added, tensor_ptrs, n, positions, rows, started, biased, SETTINGS):
+def attention_residuals_one_forward(
+    x_ptrs, grad_ptrs, wide, added, tensor_ptrs, n, positions, rows, started, biased, SETTINGS
+):
     query_ptr, bias_ptr, start_ptr, start_lse_ptr, out_ptr, lse_ptr = tensor_ptrs
     c = tl.arange(0, SETTINGS.PADDED)
     mask = c < SETTINGS.D
@@ -135,7 +139,7 @@ def _forward(x_ptrs, grad_ptrs, wide, added, tensor_ptrs, n, positions, rows, st
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _backward(
+def attention_residuals_one_backward(
     x_ptrs, grad_ptrs, wide, added, read_ptrs, sum_ptrs, n, positions, rows, started, biased, given_lse, SETTINGS
 ):
     grad_ptr, grad_lse_ptr, out_ptr, lse_ptr, query_ptr, bias_ptr, start_lse_ptr = read_ptrs

@@ -138,7 +138,7 @@ def forward(parameters, sources, start, eps, outputs):
     settings, numbers = settings_of(inputs, eps, FORWARD_COLUMNS), (*inputs.sizes, int(bool(start)), len(bias))
     grid = (triton.cdiv(inputs.sizes[1], settings.P.value),)
     with torch.cuda.device_of(query):
-        _forward[grid](read_ptrs, (out, lse, raw, scale), *numbers, settings, num_warps=WARPS)
+        attention_residuals_forward[grid](read_ptrs, (out, lse, raw, scale), *numbers, settings, num_warps=WARPS)
 
 
 @torch.library.custom_op(operator_name(__name__, "depth_attend_backward"), **BACKWARD)
@@ -155,7 +155,7 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     numbers = *inputs.sizes, rows, int(bool(start)), len(bias), len(grad_lse)
     settings = settings_of(inputs, eps, BACKWARD_COLUMNS, grad)
     with torch.cuda.device_of(query):
-        _backward[(programs,)](read_ptrs, grad_ptrs, sum_ptrs, *numbers, settings, num_warps=WARPS)
+        attention_residuals_backward[(programs,)](read_ptrs, grad_ptrs, sum_ptrs, *numbers, settings, num_warps=WARPS)
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
@@ -189,7 +189,7 @@ def _rows(p, positions, reads, SETTINGS):
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _forward(read_ptrs, out_ptrs, n, positions, reads, started, biased, SETTINGS):
+def attention_residuals_forward(read_ptrs, out_ptrs, n, positions, reads, started, biased, SETTINGS):
     table_ptr, query_ptr, bias_ptr, start_ptr, start_lse_ptr = read_ptrs
     out_ptr, lse_ptr, raw_ptr, scale_ptr = out_ptrs
     p, w, dot_s = tl.program_id(0) * SETTINGS.P, tl.arange(0, SETTINGS.WIDTH), tl.arange(0, DOT_READS)
@@ -254,7 +254,9 @@ def _of_reads(x_rc, SETTINGS):
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _backward(read_ptrs, grad_ptrs, sum_ptrs, n, positions, reads, rows, started, biased, given_lse, SETTINGS):
+def attention_residuals_backward(
+    read_ptrs, grad_ptrs, sum_ptrs, n, positions, reads, rows, started, biased, given_lse, SETTINGS
+):
     table_ptr, query_ptr, bias_ptr, start_ptr, start_lse_ptr = read_ptrs
     grad_ptr, grad_lse_ptr, lse_ptr, raw_ptr, scale_ptr = grad_ptrs
     partial_query_ptr, partial_bias_ptr, grad_start_ptr, grad_start_lse_ptr = sum_ptrs

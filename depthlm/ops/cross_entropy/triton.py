@@ -35,7 +35,9 @@ def losses(logits_rv: Tensor, targets_r: Tensor, to_nll_r: Tensor, to_logsumexp_
     (r, v), tile = logits_rv.shape, _tile(logits_rv)
     grid = (triton.cdiv(r, tile.rows.value),)
     with torch.cuda.device_of(logits_rv):
-        _losses[grid](logits_rv, targets_r.contiguous(), to_nll_r, to_logsumexp_r, r, v, tile, num_warps=8)
+        cross_entropy_forward[grid](
+            logits_rv, targets_r.contiguous(), to_nll_r, to_logsumexp_r, r, v, tile, num_warps=8
+        )
 
 
 @torch.library.custom_op(operator_name(__name__, "cross_entropy_backward"), mutates_args=("to_rv",))
@@ -49,7 +51,7 @@ def differentiate(logits_rv: Tensor, rows: list[Tensor], to_rv: Tensor) -> None:
     numbers = Rows(*(x.contiguous() for x in rows))
     grid = (triton.cdiv(r, tile.rows.value), triton.cdiv(v, COLUMNS))
     with torch.cuda.device_of(logits_rv):
-        _differentiate[grid](logits_rv, numbers, to_rv, r, v, tile, num_warps=8)
+        cross_entropy_backward[grid](logits_rv, numbers, to_rv, r, v, tile, num_warps=8)
 
 
 def _tile(logits_rv: Tensor) -> Tile:
@@ -67,7 +69,7 @@ def _places(start, rows, width, tile):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _losses(logits_ptr, targets_ptr, nll_ptr, logsumexp_ptr, rows, width, tile):
+def cross_entropy_forward(logits_ptr, targets_ptr, nll_ptr, logsumexp_ptr, rows, width, tile):
     top = tl.full([tile.rows, tile.columns], LOWEST, tl.float32)
     total = tl.zeros(top.shape, tl.float32)
     for start in range(0, width, tile.columns):
@@ -85,7 +87,7 @@ def _losses(logits_ptr, targets_ptr, nll_ptr, logsumexp_ptr, rows, width, tile):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _differentiate(logits_ptr, numbers, to_ptr, rows, width, tile):
+def cross_entropy_backward(logits_ptr, numbers, to_ptr, rows, width, tile):
     r, row_mask, c, at, mask = _places(tl.program_id(1) * tile.columns, rows, width, tile)
     target = tl.maximum(tl.load(numbers.targets + r, row_mask, other=0), 0)
     logsumexp = tl.load(numbers.logsumexp + r, row_mask, other=0.0)

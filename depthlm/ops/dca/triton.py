@@ -33,7 +33,7 @@ from depthlm.ops.reads_triton import (
 )
 from depthlm.ops.triton_common import load_fp32, split_work, tl, triton
 
-# sources of a program of `_score_grads`; sources and reads of one of `_bias_grads`, which has a sum for each pair
+# sources of a program of `dca_score_grads`; sources and reads of one of `dca_bias_grads`, which has a sum for each pair
 SCORE_SOURCES, SOURCES, FEW_READS = tl.constexpr(2), tl.constexpr(3), tl.constexpr(3)
 # positions of a tile of a matrix product; of one beside many others in registers
 DOT_ROWS, HALF_ROWS, WARPS = tl.constexpr(64), tl.constexpr(16), 4
@@ -61,11 +61,11 @@ def forward(parameters, sources, start, eps, outputs):
     inputs = inputs_of(sources, len(b))
     n, positions, reads = inputs.sizes
     grid = triton.cdiv(positions, DOT_ROWS.value), n
-    inputs.launch(_scores, grid, WARPS, [inputs.table, w, score])
+    inputs.launch(dca_scores, grid, WARPS, [inputs.table, w, score])
     # without a start, its pointer is not used
     begin = aligned(start[0]) if start else out
     inputs.launch(
-        _forward, inputs.tiles, WARPS, [(inputs.table, b, score), begin, out], len(start), COUNT=_count(reads)
+        dca_forward, inputs.tiles, WARPS, [(inputs.table, b, score), begin, out], len(start), COUNT=_count(reads)
     )
 
 
@@ -79,12 +79,12 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     programs, rows = _programs(positions)
     read_ptrs = grad, inputs.table, b, score, grad_score
     grid = row_tiles, triton.cdiv(n, SCORE_SOURCES.value)
-    inputs.launch(_score_grads, grid, WARPS, [read_ptrs], COUNT=_count(reads))
-    inputs.launch(_source_grads, (row_tiles, columns), WARPS, [read_ptrs, w], COUNT=_count(reads))
+    inputs.launch(dca_score_grads, grid, WARPS, [read_ptrs], COUNT=_count(reads))
+    inputs.launch(dca_source_grads, (row_tiles, columns), WARPS, [read_ptrs, w], COUNT=_count(reads))
     grid = triton.cdiv(n, SOURCES.value) * triton.cdiv(reads, FEW_READS.value), columns, programs
-    inputs.launch(_bias_grads, grid, WARPS, [read_ptrs[:4], partial[0]], rows)
+    inputs.launch(dca_bias_grads, grid, WARPS, [read_ptrs[:4], partial[0]], rows)
     grid, tensors = (n, columns, programs), [inputs.table, grad_score, partial[1]]
-    inputs.launch(_gate_grads, grid, WARPS, tensors, rows)
+    inputs.launch(dca_gate_grads, grid, WARPS, tensors, rows)
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
@@ -127,7 +127,7 @@ def _gate(b_ptr, score_ptr, s, j, n, p, c, positions, reads, D: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _scores(table_ptr, w_ptr, score_ptr, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr):
+def dca_scores(table_ptr, w_ptr, score_ptr, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr):
     j = tl.program_id(1)
     p, s = tl.program_id(0) * DOT_ROWS + tl.arange(0, DOT_ROWS), tl.arange(0, DOT_READS)
     score = tl.zeros([DOT_ROWS, DOT_READS], tl.float32)
@@ -143,7 +143,7 @@ def _scores(table_ptr, w_ptr, score_ptr, n, positions, reads, D: tl.constexpr, N
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _forward(
+def dca_forward(
     read_ptrs,
     start_ptr,
     out_ptr,
@@ -168,7 +168,7 @@ def _forward(
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _score_grads(read_ptrs, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr, COUNT: tl.constexpr):
+def dca_score_grads(read_ptrs, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr, COUNT: tl.constexpr):
     grad_ptr, table_ptr, b_ptr, score_ptr, grad_score_ptr = read_ptrs
     p = tl.program_id(0) * HALF_ROWS + tl.arange(0, HALF_ROWS)
     begin = tl.program_id(1) * SCORE_SOURCES
@@ -194,7 +194,7 @@ def _score_grads(read_ptrs, n, positions, reads, D: tl.constexpr, NARROW: tl.con
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _source_grads(read_ptrs, w_ptr, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr, COUNT: tl.constexpr):
+def dca_source_grads(read_ptrs, w_ptr, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr, COUNT: tl.constexpr):
     grad_ptr, table_ptr, b_ptr, score_ptr, grad_score_ptr = read_ptrs
     p, c, at, mask = tile_of_program(positions, D, HALF_ROWS)
     grad = load_reads(grad_ptr, at, mask, positions, reads, D, COUNT)
@@ -208,7 +208,7 @@ def _source_grads(read_ptrs, w_ptr, n, positions, reads, D: tl.constexpr, NARROW
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _bias_grads(read_ptrs, partial_ptr, n, positions, reads, rows, D: tl.constexpr, NARROW: tl.constexpr):
+def dca_bias_grads(read_ptrs, partial_ptr, n, positions, reads, rows, D: tl.constexpr, NARROW: tl.constexpr):
     grad_ptr, table_ptr, b_ptr, score_ptr = read_ptrs
     # groups of reads are next to each other, so that a source is loaded from memory for only one of them
     groups = tl.cdiv(reads, FEW_READS)
@@ -240,7 +240,7 @@ def _bias_grads(read_ptrs, partial_ptr, n, positions, reads, rows, D: tl.constex
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _gate_grads(
+def dca_gate_grads(
     table_ptr, grad_score_ptr, partial_ptr, n, positions, reads, rows, D: tl.constexpr, NARROW: tl.constexpr
 ):
     j, c = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)

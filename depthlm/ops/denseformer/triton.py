@@ -51,7 +51,7 @@ def forward(parameters, sources, start, eps, outputs):
     inputs = inputs_of(sources, len(weights))
     begin = aligned(start[0]) if start else out
     tensors = inputs.table, weights.contiguous(), begin, out
-    inputs.launch(_forward, inputs.tiles, WARPS, tensors, len(start), COUNT=len(weights))
+    inputs.launch(denseformer_forward, inputs.tiles, WARPS, tensors, len(start), COUNT=len(weights))
 
 
 @torch.library.custom_op(operator_name(__name__, "weighted_reads_backward"), **BACKWARD)
@@ -61,7 +61,7 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     programs, steps = _programs(sources[0].numel())
     grid = triton.cdiv(len(sources), SOURCES.value), programs
     tensors = aligned(grads[0]), inputs.table, weights.contiguous(), partial
-    inputs.launch(_backward, grid, BACKWARD_WARPS, tensors, steps, KIND=inputs.kind)
+    inputs.launch(denseformer_backward, grid, BACKWARD_WARPS, tensors, steps, KIND=inputs.kind)
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
@@ -83,7 +83,7 @@ def _programs(values: int) -> tuple[int, int]:
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["weights_ptr"])
-def _forward(
+def denseformer_forward(
     table_ptr,
     weights_ptr,
     start_ptr,
@@ -109,7 +109,7 @@ def _forward(
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["weights_ptr"])
-def _backward(
+def denseformer_backward(
     grad_ptr,
     table_ptr,
     weights_ptr,

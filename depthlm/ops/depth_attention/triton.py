@@ -49,7 +49,7 @@ def forward(q_bhte: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[T
     key, value = ([rows_of_heads(x) for x in xs] for xs in (keys, values))
     mix = torch.empty_like(value[0], dtype=common_dtype(values))
     lse = torch.empty(mix.shape[:3], dtype=torch.float32, device=mix.device)
-    _launch(_forward, q_bhte, [Entries(padded(key), padded(value)), mix, lse], key)
+    _launch(depth_attention_forward, q_bhte, [Entries(padded(key), padded(value)), mix, lse], key)
     return mix.transpose(1, 2), lse
 
 
@@ -63,7 +63,7 @@ def backward(
     grad_q = torch.empty_like(rows_of_heads(q_bhte))
     grads = [[torch.empty_like(x) for x in xs] for xs in (key, value)]
     tensors = [Entries(padded(key), padded(value)), mix, lse, grad, grad_q, Entries(*map(padded, grads))]
-    _launch(_backward, q_bhte, tensors, key)
+    _launch(depth_attention_backward, q_bhte, tensors, key)
     grad_keys, grad_values = ([x.transpose(1, 2) for x in xs] for xs in grads)
     return grad_q.transpose(1, 2), grad_keys, grad_values
 
@@ -151,7 +151,7 @@ def _mean_query(q_ptr, r, at, mask, settings):
 
 
 @triton.jit(do_not_specialize=["rows", "n"])
-def _forward(q_ptr, entries, mix_ptr, lse_ptr, rows, n, settings):
+def depth_attention_forward(q_ptr, entries, mix_ptr, lse_ptr, rows, n, settings):
     r, row_mask, at, mask = _places(rows, settings)
     query = _mean_query(q_ptr, r, at, mask, settings)
     top, total = tl.full(r.shape, float("-inf"), tl.float32), tl.zeros(r.shape, tl.float32)
@@ -170,7 +170,7 @@ def _forward(q_ptr, entries, mix_ptr, lse_ptr, rows, n, settings):
 
 
 @triton.jit(do_not_specialize=["rows", "n"])
-def _backward(q_ptr, entries, mix_ptr, lse_ptr, grad_ptr, grad_q_ptr, grads, rows, n, settings):
+def depth_attention_backward(q_ptr, entries, mix_ptr, lse_ptr, grad_ptr, grad_q_ptr, grads, rows, n, settings):
     r, row_mask, at, mask = _places(rows, settings)
     query, grad = _mean_query(q_ptr, r, at, mask, settings), load_fp32(grad_ptr, at, mask)
     delta = tl.sum(grad * load_fp32(mix_ptr, at, mask), axis=1)

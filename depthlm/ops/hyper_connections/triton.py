@@ -56,7 +56,9 @@ def hyper_post_pre(
 def forward(sources: Tensors, parameters: Tensors, eps: float, dtype: torch.dtype) -> Tensors:
     """Return input_btd, X'_btnd, post_btn, res_btij, pre_btn, and W x / rms and 1 / rms of each stream."""
     outputs = _outputs(sources, parameters, eps, dtype)
-    launch(_forward, sources, parameters, outputs, _settings(sources[0], eps, dtype), warps=FORWARD_WARPS)
+    launch(
+        hyper_connections_forward, sources, parameters, outputs, _settings(sources[0], eps, dtype), warps=FORWARD_WARPS
+    )
     return outputs
 
 
@@ -72,7 +74,7 @@ def backward(
     width = triton.cdiv(count, 32) * 32
     partial_sums = pre.new_empty(triton.cdiv(b * t, POSITIONS), width)
     tensors = new, [w, scale], kept, grads, grad_sources, [torch.empty_like(projected), partial_sums]
-    launch(_backward, sources, *tensors, width, _settings(new, eps, dtype))
+    launch(hyper_connections_backward, sources, *tensors, width, _settings(new, eps, dtype))
     return [*grad_sources, partial_sums[:, :count].sum(0)]
 
 
@@ -93,7 +95,7 @@ def _settings(x, eps, dtype):
 
 
 @triton.jit
-def _forward(sources, parameters, outputs, positions, d, settings):
+def hyper_connections_forward(sources, parameters, outputs, positions, d, settings):
     PENDING: tl.constexpr = len(sources) > 1
     n: tl.constexpr = settings.n
     w_ptr, static_pre_ptr, static_post_ptr, static_res_ptr, scale_ptr = parameters
@@ -154,7 +156,9 @@ def _forward(sources, parameters, outputs, positions, d, settings):
 
 
 @triton.jit
-def _backward(sources, new_ptr, parameters, kept, grads, grad_sources, scratch, width, positions, d, settings):
+def hyper_connections_backward(
+    sources, new_ptr, parameters, kept, grads, grad_sources, scratch, width, positions, d, settings
+):
     PENDING: tl.constexpr = len(sources) > 1
     n: tl.constexpr = settings.n
     w_ptr, scale_ptr = parameters

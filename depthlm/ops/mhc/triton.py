@@ -80,7 +80,7 @@ def forward(
     else:
         low.copy_(phi)
     settings = settings_of(sources[0], COLUMNS, eps, dtype, len(alpha) == 2, form)
-    launch(_forward, sources, [low, bias, alpha], outputs, iterations, settings, warps=FORWARD_WARPS)
+    launch(mhc_forward, sources, [low, bias, alpha], outputs, iterations, settings, warps=FORWARD_WARPS)
     return [*outputs, low]
 
 
@@ -101,7 +101,7 @@ def backward(
     sums = [] if identity else [scale.new_empty(b * t, iterations, 2, settings.padded.value)]
     scratch = [grad_projected, partial_sums, *sums]
     tensors = new, [low, bias, alpha], [projected, scale], grads, grad_sources, scratch
-    launch(_backward, sources, *tensors, iterations, settings)
+    launch(mhc_backward, sources, *tensors, iterations, settings)
     with no_autocast(new):
         # in the dtype of the streams: a copy of them in 16 bits would move more bytes than the product
         grad_phi = (grad_projected.view(b * t, -1).mT @ new.view(b * t, n * d)).to(phi.dtype)
@@ -123,7 +123,7 @@ def _(grads, sources, new, parameters, kept, eps, iterations, form, dtype):
 
 
 @triton.jit
-def _forward(sources, parameters, outputs, iterations, positions, d, settings):
+def mhc_forward(sources, parameters, outputs, iterations, positions, d, settings):
     PENDING: tl.constexpr = len(sources) > 1
     n: tl.constexpr = settings.n
     phi_ptr, bias_ptr, alpha_ptr = parameters
@@ -175,7 +175,7 @@ def _forward(sources, parameters, outputs, iterations, positions, d, settings):
 
 
 @triton.jit
-def _backward(sources, new_ptr, parameters, kept, grads, grad_sources, scratch, iterations, positions, d, settings):
+def mhc_backward(sources, new_ptr, parameters, kept, grads, grad_sources, scratch, iterations, positions, d, settings):
     PENDING: tl.constexpr = len(sources) > 1
     n: tl.constexpr = settings.n
     phi_ptr, bias_ptr, alpha_ptr = parameters

@@ -145,7 +145,7 @@ def write_streams(sources: Tensors) -> Tensor:
     x_btnd = sources[0]
     new_btnd = torch.empty_like(x_btnd)
     settings = settings_of(x_btnd, WRITE_COLUMNS, 0.0, x_btnd.dtype, len(sources) == 3)
-    launch(_write, sources, new_btnd, settings, chunks=triton.cdiv(x_btnd.shape[-1], settings.columns.value))
+    launch(mhc_write, sources, new_btnd, settings, chunks=triton.cdiv(x_btnd.shape[-1], settings.columns.value))
     return new_btnd
 
 
@@ -310,7 +310,7 @@ def store_grad_maps(grad_sources, grad_maps, p, mask_p, settings):
 
 
 @triton.jit
-def _write(sources, new_ptr, positions, d, settings):
+def mhc_write(sources, new_ptr, positions, d, settings):
     p, mask_p = rows(positions, settings)
     _, _, at_x, at_y, mask = tile(p, mask_p, tl.program_id(1) * settings.columns, d, settings)
     maps = load_maps(sources, p, mask_p, settings)

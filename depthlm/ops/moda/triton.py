@@ -72,7 +72,7 @@ def forward(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke: T
     q, lse = rows_of_heads(q_bhte), lse_bht.float().contiguous()
     context, merged = torch.empty_like(q), torch.empty_like(lse)
     tensors = [rows_of_heads(out_bhte), lse, entries_n2btke.contiguous(), context, merged]
-    _launch(_forward, q, tensors, entries_n2btke)
+    _launch(moda_forward, q, tensors, entries_n2btke)
     return context.transpose(1, 2), merged
 
 
@@ -92,7 +92,7 @@ def backward(
     q, *queries = (rows_of_heads(x) for x in (q_bhte, grad_bhte, context_bhte, grad_q_bhte))
     total, lse = torch.empty_like(q), lse_bht.float().contiguous()
     tensors = [*queries, lse, entries_n2btke.contiguous(), total, sums_n2btke]
-    _launch(_backward, q, tensors, entries_n2btke, fresh)
+    _launch(moda_backward, q, tensors, entries_n2btke, fresh)
     return total.transpose(1, 2)
 
 
@@ -167,7 +167,7 @@ def _entries(plane, settings):
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "n"])
-def _forward(q_ptr, out_ptr, lse_ptr, entries_ptr, context_ptr, merged_ptr, rows, tokens, n, settings):
+def moda_forward(q_ptr, out_ptr, lse_ptr, entries_ptr, context_ptr, merged_ptr, rows, tokens, n, settings):
     # values of all keys of an entry
     plane = rows.to(tl.int64) * settings.head_size
     tile_n, tile_ne, mask_e = _entries(plane, settings)
@@ -194,7 +194,7 @@ def _forward(q_ptr, out_ptr, lse_ptr, entries_ptr, context_ptr, merged_ptr, rows
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "n", "fresh"])
-def _backward(
+def moda_backward(
     q_ptr, grad_ptr, context_ptr, grad_q_ptr, lse_ptr, entries_ptr, out_ptr, sums_ptr, rows, tokens, n, fresh, settings
 ):
     plane = rows.to(tl.int64) * settings.head_size

@@ -134,5 +134,5 @@ def test_the_kernels_compile_for_gpus() -> None:
     for e, padded, groups in ((80, 128, 5), (256, 256, 8)):
         constants = {"groups": groups, "head_size": e, "padded_size": padded, "rows": triton_ops.TILE // padded}
         types["settings"] = settings_of(scale=e**-0.5 / groups, **constants)
-        kernels = [(name, dict(types), {}) for name in ("_forward", "_backward")]
+        kernels = [(name, dict(types), {}) for name in ("depth_attention_forward", "depth_attention_backward")]
         compile_kernels("depthlm.ops.depth_attention.triton", kernels)

@@ -192,6 +192,6 @@ def test_the_kernels_compile_for_gpus() -> None:
         for n, pending in ((4, True), (4, False), (2, True)):
             types = types_of_streams(streams, output, pending, n, 128 // size, dtype)
             types |= {"outputs": [streams, streams, *[exact] * 5], "kept": [exact] * 3, "scratch": [exact] * 2}
-            kernels.append(("_forward", types | {"parameters": [exact] * 5}, {}))
-            kernels.append(("_backward", types | {"parameters": [exact] * 2, "width": "i32"}, {}))
+            kernels.append(("hyper_connections_forward", types | {"parameters": [exact] * 5}, {}))
+            kernels.append(("hyper_connections_backward", types | {"parameters": [exact] * 2, "width": "i32"}, {}))
     compile_kernels("depthlm.ops.hyper_connections.triton", kernels)

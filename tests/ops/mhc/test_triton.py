@@ -259,8 +259,8 @@ def test_the_kernels_compile_for_gpus() -> None:
                     "scratch": [streams, exact, *([] if identity else [exact])],
                     "iterations": "i32",
                 }
-                kernels += [("_forward", types, {}), ("_backward", types, {})]
+                kernels += [("mhc_forward", types, {}), ("mhc_backward", types, {})]
                 if pending:
-                    writes.append(("_write", types, {}))
+                    writes.append(("mhc_write", types, {}))
     compile_kernels("depthlm.ops.mhc.triton", kernels)
     compile_kernels("depthlm.ops.mhc.triton_streams", writes)

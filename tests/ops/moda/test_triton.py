@@ -171,5 +171,7 @@ def test_the_kernels_compile_for_gpus() -> None:
     for e, groups in ((64, 4), (128, 3), (256, 16)):
         constants, warps = triton_ops.settings_of(e, 4, groups, torch.bfloat16)
         values = {key: value.value for key, value in constants._asdict().items()} | {"dtype": "bfloat16"}
-        kernels = [(name, types | {"settings": settings_of(**values)}, {}) for name in ("_forward", "_backward")]
+        kernels = [
+            (name, types | {"settings": settings_of(**values)}, {}) for name in ("moda_forward", "moda_backward")
+        ]
         compile_kernels("depthlm.ops.moda.triton", kernels, warps)
