@@ -87,9 +87,7 @@ class Training:
         "auto", "torch.compile of each sublayer and of the loss; auto: on a GPU, except with ZeRO 3", on_resume="logged"
     )
     cuda_graphs: Literal["auto", True, False] = key(
-        "auto",
-        "replay each micro-batch as a CUDA graph, which takes the host no time; auto: on a GPU with ZeRO 0",
-        on_resume="logged",
+        "auto", "replay each micro-batch as a CUDA graph; auto: on a GPU with ZeRO 0", on_resume="logged"
     )
     num_threads: int | None = key(
         None,
@@ -116,10 +114,7 @@ class Training:
         on_resume="logged",
     )
     spike_window: int = key(
-        128,
-        "number of recent losses for the mean and deviation; detection starts at half as many",
-        minimum=2,
-        on_resume="logged",
+        128, "recent losses for the mean and deviation; detection starts at half as many", minimum=2, on_resume="logged"
     )
     on_spike: Literal["log", "skip"] = key("log", "log: log the spike; skip: also skip its batch", on_resume="logged")
     checkpoint_every: int = key(
