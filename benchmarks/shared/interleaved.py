@@ -1,6 +1,7 @@
 """A fair comparison in one process: every contender takes a turn in every round, under the same machine conditions."""
 
 import gc
+import re
 import statistics
 import sys
 import time
@@ -13,10 +14,13 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.shared.reporting import Results, error_text, write_json
+from depthlm import ops
 
 Step = Callable[[], object]
 # kernels of a step that a result lists, and characters of their names
 KERNELS, NAME = 40, 100
+# operators that every decoder has
+NO_DEPTH = {"cross_entropy"}
 
 
 def measure(
@@ -79,9 +83,8 @@ def peak_gib_above(used: int) -> float | None:
 
 
 def gpu_kernels(step: Step) -> dict[str, Any] | None:
-    """Return what one step does on the GPU: launches, seconds of all kernels, and those of the longest KERNELS by name.
-
-    None without a GPU, or if the profiler sees no kernel.
+    """Return what one step does on the GPU: launches, seconds of all kernels and of those of the depth operators, and
+    of the longest KERNELS by name. None without a GPU, or if the profiler sees no kernel.
     """
     if not torch.cuda.is_available():
         return None
@@ -91,7 +94,7 @@ def gpu_kernels(step: Step) -> dict[str, Any] | None:
     events = profiler.key_averages()
     # the calls of CUDA's two interfaces: cudaLaunchKernel, cudaLaunchKernelExC, cuLaunchKernel, cuLaunchKernelEx
     launches = sum(event.count for event in events if "LaunchKernel" in event.key)
-    kernels = [event for event in events if event.device_type == DeviceType.CUDA and event.self_device_time_total]
+    kernels = [event for event in events if is_kernel(event)]
     if not launches or not kernels:
         return None
     kernels.sort(key=lambda event: event.self_device_time_total, reverse=True)
@@ -99,8 +102,28 @@ def gpu_kernels(step: Step) -> dict[str, Any] | None:
         {"name": event.key[:NAME], "launches": event.count, "seconds": event.self_device_time_total / 1e6}
         for event in kernels[:KERNELS]
     ]
-    busy = sum(event.self_device_time_total for event in kernels) / 1e6
-    return {"launches": launches, "gpu_seconds": busy, "kernels": longest}
+    names = re.compile(depth_kernels())
+    busy, depth = (
+        sum(event.self_device_time_total for event in each) / 1e6
+        for each in (kernels, [event for event in kernels if names.match(event.key)])
+    )
+    return {"launches": launches, "gpu_seconds": busy, "depth_seconds": depth, "kernels": longest}
+
+
+def is_kernel(event: Any) -> bool:
+    """Return whether an event of the profiler is a kernel or a copy on the GPU.
+
+    A range that the user or PyTorch annotates, such as Optimizer.step#AdamW.step, is on the GPU's timeline as well, and
+    lasts as long as the kernels in it.
+    """
+    is_annotation = getattr(event, "is_user_annotation", False) or "#" in event.key
+    return event.device_type == DeviceType.CUDA and event.self_device_time_total > 0 and not is_annotation
+
+
+def depth_kernels() -> str:
+    """Return a regular expression of the names of our depth kernels: the operator's folder begins them, or `reads`."""
+    folders = {path.parent.name for path in Path(ops.__file__).parent.glob("*/triton.py")}
+    return f"^({'|'.join(sorted(folders - NO_DEPTH | {'reads'}))})_"
 
 
 def measure_lines(
