@@ -11,9 +11,11 @@ MoDA's authors have a fork of fla, in libs/moda_triton of github.com/hustvl/MoDA
 
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import statistics
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks import rehearsal
-from benchmarks.shared.reporting import Results, arguments_of, parser_of, result_path, table, write_json
+from benchmarks.shared.reporting import Results, arguments_of, error_text, parser_of, result_path, table, write_json
 
 # batch and tokens of a micro-batch, and hidden sizes
 SHAPE, SIZES = (8, 2048), {"1.5b": 1536, "3b": 2048}
@@ -34,6 +36,9 @@ PEERS = {
 }
 # the allowed difference, relative to the largest value of a tensor; the operators compute in fp32
 TOLERANCE = 1e-4
+
+# in the order in which times and results are compared: Liger's reads and those of fla compile for long
+CHEAPEST_FIRST = ("mhc", "moda", "attention_residuals")
 
 Line = dict[str, Any]
 
@@ -71,46 +76,58 @@ def static(peers: list[str]) -> list[Line]:
     return lines
 
 
-def compare(peers: list[str], check: bool, interpreted: bool) -> list[Line]:
-    """Return the differences of the peers' tensors from ours, or the times, for each operator and size."""
+def compare(peers: list[str], check: bool, interpreted: bool) -> Iterator[Line]:
+    """Yield the differences of the peers' tensors from ours, or the times, for each operator and size."""
     if interpreted:
         os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     # Triton reads these variables when it is imported
     import torch
 
-    from benchmarks.shared.interleaved import measure, ratio
+    from benchmarks.shared.interleaved import measure, ratio, release
     from benchmarks.shared.operators import Make, difference, step
     from benchmarks.shared.peer_operators import OPERATORS
 
     device, dtype = ("cpu", torch.float32) if interpreted else ("cuda", torch.bfloat16)
     make = Make(torch.Generator(device).manual_seed(0), dtype).normal
-    lines: list[Line] = []
     shape, sizes = (TINY_SHAPE, TINY_SIZES) if interpreted else (SHAPE, SIZES)
-    for operator, case_of in OPERATORS.items():
-        for size, width in sizes.items():
-            case = case_of(make, *shape, width)
-            runs = case.runs | (case.interpreted if interpreted else {})
-            if not runs.keys() & {*peers}:
-                continue
-            steps = {name: step(runs[name], case.inputs, "triton") for name in ("ours", *peers) if name in runs}
-            if check:
-                results = {name: turn() for name, turn in steps.items()}
-                ours = results.pop("ours")
-                compared: Any = {
-                    name: {"difference": (largest := difference(theirs, ours)), "passed": largest < TOLERANCE}
-                    for name, theirs in results.items()
+    for (size, width), operator in itertools.product(sizes.items(), CHEAPEST_FIRST):
+        case = OPERATORS[operator](make, *shape, width)
+        runs = case.runs | (case.interpreted if interpreted else {})
+        if not runs.keys() & {*peers}:
+            continue
+        line: Line = {"operator": operator, "size": size}
+        steps, results, compiling = {}, {}, {}
+        for name in ("ours", *peers):
+            if name in runs:
+                started = time.perf_counter()
+                try:
+                    steps[name] = step(runs[name], case.inputs, "triton")
+                    results[name] = steps[name]()
+                except Exception as error:
+                    # the other contenders may succeed
+                    steps.pop(name, None)
+                    yield {**line, "by": name, "error": error_text(error)}
+                compiling[name] = time.perf_counter() - started
+                print(f"{operator}, {size}, {name}: {compiling[name]:.1f} s to the first result", flush=True)
+        if "ours" not in steps:
+            continue
+        ours = results.pop("ours")
+        if check:
+            for name, theirs in results.items():
+                largest = difference(theirs, ours)
+                yield {**line, "by": name, "difference": largest, "passed": largest < TOLERANCE}
+        else:
+            del ours, results
+            for name, seconds in (times := measure(steps, rounds=5, steps=1, warmup=1)).items():
+                yield {
+                    **line,
+                    "by": name,
+                    "milliseconds": 1e3 * statistics.median(seconds),
+                    "ours_is_faster_by": ratio(times, "ours", name),
+                    "first_seconds": compiling[name],
                 }
-            else:
-                seconds = measure(steps, rounds=5, steps=1, warmup=1)
-                compared = {
-                    name: {
-                        "milliseconds": 1e3 * statistics.median(x),
-                        "ours_is_faster_by": ratio(seconds, "ours", name),
-                    }
-                    for name, x in seconds.items()
-                }
-            lines += [{"operator": operator, "size": size, "by": name, **line} for name, line in compared.items()]
-    return lines
+        del case, runs, steps
+        release()
 
 
 def is_installed(module: str) -> bool:
@@ -141,7 +158,9 @@ def markdown(results: Results) -> str:
     for line in results["lines"]:
         by = line["by"] if line["by"] == "ours" else f"{line['by']} {results['peers'][line['by']]}"
         cells = [line["operator"], line["size"], by]
-        if "kernels" in line:
+        if "error" in line:
+            cells += ["error", *[""] * (len(header) - 4)]
+        elif "kernels" in line:
             header[3:] = ["launches", "GB moved", "MB saved", "registers", "stack", "blocks/SM"]
             code = [[kernel[key] for kernel in line["kernels"]] for key in ("registers", "stack", "blocks_per_sm")]
             most = [str(pick(values)) for pick, values in zip((max, max, min), code, strict=True)]
@@ -169,15 +188,21 @@ def main() -> int:
     if not peers:
         parser.error("no peer is installed: pip install --no-deps liger-kernel fla-core einops")
     if arguments.check or arguments.time:
-        lines = compare(peers, arguments.check, interpreted=arguments.check or arguments.tiny)
+        measured = compare(peers, arguments.check, interpreted=arguments.check or arguments.tiny)
     else:
         # the kernels of MoDA's authors choose their tiles by the name of the GPU
-        lines = static([name for name in peers if name != "moda"])
-    output = arguments.output or result_path("peers")
-    versions = {name: importlib.metadata.version(PEERS[name][1]) for name in peers}
-    print(markdown(write_json(output, {"peers": versions, "lines": lines})))
+        measured = iter(static([name for name in peers if name != "moda"]))
+    lines: list[Line] = []
+    results: Results = {"peers": {name: importlib.metadata.version(PEERS[name][1]) for name in peers}, "lines": lines}
+    output = arguments.output
+    for line in measured:
+        lines.append(line)
+        # only now torch has started, with the device that it is to see
+        output = output or result_path("peers")
+        write_json(output, results)
+    print(markdown(results))
     print(f"written to {output}")
-    return int(not all(line.get("passed", True) for line in lines))
+    return int(not all(line.get("passed", "error" not in line) for line in lines))
 
 
 if __name__ == "__main__":
