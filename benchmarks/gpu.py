@@ -1,7 +1,10 @@
-"""The first hour on a GPU: everything that this repository wants to know of an H100 or H200, in order of worth.
+"""A quarter of an hour on a GPU: what this repository wants to know of an H100 or H200, in order of worth.
 
-    python benchmarks/gpu.py [--minutes 30] [--from RUNG] [--only RUNG] [--list]     # make gpu ARGS="--from operators"
+    python benchmarks/gpu.py [--part 1] [--minutes 7] [--from RUNG] [--only RUNG] [--list]    # make gpu ARGS="--part 1"
     python benchmarks/gpu.py --rehearse                       # every rung on the CPU, at tiny shapes
+
+The rungs of part 1 ask whether everything is correct, and run side by side. Those of part 2 measure times, so each of
+them has the machine to itself. Each part takes at most --minutes.
 
 Each rung is a process of its own with a time limit, and writes benchmarks/results/gpu-<device>/<rung>.json as it gets
 its results, so a stop at any moment loses nothing. A rung that fails records its error, and the next one begins. In the
@@ -35,7 +38,13 @@ from depthlm.files import read_json, replace_text
 
 BENCHMARKS = Path(__file__).resolve().parent
 REPOSITORY = BENCHMARKS.parent
-MINUTES = 30.0
+# of a part
+MINUTES = 7.0
+SIDE_BY_SIDE, IN_TURN = PARTS = (1, 2)
+# a rung is started if at least this share of its limit is left
+WORTHWHILE = 0.5
+# seconds between two looks at the processes
+POLL = 0.1
 # seconds that a process has to end after SIGTERM, before it is killed
 GRACE = 5.0
 # the tables of README.md that a GPU measures
@@ -51,26 +60,50 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Rung:
-    """A measurement, as first_hour/rungs.yaml describes it."""
+    """A measurement, as rungs/rungs.yaml describes it."""
 
     name: str
     question: str
+    part: int
     minutes: float
     script: str
     arguments: str
     rehearsal: str
     packages: Sequence[str] = ()
+    programs: Sequence[str] = ()
 
     def lacks(self) -> str | None:
         """Return why the rung cannot run, or None."""
-        missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
-        return f"packages that are not installed: {', '.join(missing)}" if missing else None
+        packages = [name for name in self.packages if importlib.util.find_spec(name) is None]
+        missing = packages + [name for name in self.programs if shutil.which(name) is None]
+        return f"not installed: {', '.join(missing)}" if missing else None
 
 
-RUNGS = tuple(Rung(**rung) for rung in yaml.safe_load((BENCHMARKS / "first_hour" / "rungs.yaml").read_text()))
+RUNGS = tuple(Rung(**rung) for rung in yaml.safe_load((BENCHMARKS / "rungs" / "rungs.yaml").read_text()))
 
 
-def environment(rehearse: bool) -> dict[str, str]:
+@dataclass(frozen=True)
+class Running:
+    """A rung that runs. limit: its seconds. scratch: a folder for its large files."""
+
+    rung: Rung
+    folder: Path
+    command: list[str]
+    process: subprocess.Popen[bytes]
+    scratch: Path
+    limit: float
+    started: float
+
+    def status(self) -> str | None:
+        """Return how the rung has ended, or None while it may continue."""
+        code = self.process.poll()
+        if code is not None:
+            return "passed" if code == 0 else f"failed with exit status {code}"
+        late = time.monotonic() - self.started >= self.limit
+        return f"stopped after its limit of {self.limit:.0f} s" if late else None
+
+
+def environment(rehearse: bool, part: int = IN_TURN) -> dict[str, str]:
     """Return the environment variables of a rung."""
     settings = {**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "TOKENIZERS_PARALLELISM": "false"}
     given = [path] if (path := os.environ.get("PYTHONPATH")) else []
@@ -78,6 +111,11 @@ def environment(rehearse: bool) -> dict[str, str]:
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & settings.keys():
         # as in train.py: without it, fragmentation wastes several GiB
         settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    # the profiler and graphs in one process: PyTorch sets these for the graphs of its compiler only
+    settings |= {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
+    if part == SIDE_BY_SIDE:
+        # there are as many processes as cores, and each of them compiles
+        settings |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     # Triton's interpreter would take the place of the GPU
     settings.pop("TRITON_INTERPRET", None)
     if rehearse:
@@ -85,41 +123,47 @@ def environment(rehearse: bool) -> dict[str, str]:
     return settings
 
 
-def run_rung(rung: Rung, folder: Path, rehearse: bool, seconds: float) -> dict[str, Any]:
-    """Run a rung for at most so many seconds, and return its record: status, seconds, error. Raises Stopped."""
-    if reason := rung.lacks():
-        return {"status": "skipped", "error": reason}
+def start(rung: Rung, folder: Path, rehearse: bool, seconds: float) -> Running:
+    """Start a rung that may run for so many seconds."""
     result, log = folder / f"{rung.name}.json", folder / f"{rung.name}.log"
     result.unlink(missing_ok=True)
     (REPOSITORY / "outputs").mkdir(exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix="first-hour-", dir=REPOSITORY / "outputs"))
+    scratch = Path(tempfile.mkdtemp(prefix="gpu-", dir=REPOSITORY / "outputs"))
     arguments = [word.format(scratch=scratch) for word in (rung.rehearsal if rehearse else rung.arguments).split()]
     command = [sys.executable, str(BENCHMARKS / rung.script), *arguments, "--output", str(result)]
-    started = time.monotonic()
     with log.open("w") as stream:
         process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            env=environment(rehearse),
+            env=environment(rehearse, rung.part),
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    try:
-        code = process.wait(timeout=seconds)
-        status = "passed" if code == 0 else f"failed with exit status {code}"
-    except subprocess.TimeoutExpired:
-        status = f"stopped after its limit of {seconds:.0f} s"
-    except Stopped:
-        status = "interrupted"
-    finally:
-        end(process)
-        shutil.rmtree(scratch, ignore_errors=True)
-    record = {"status": status, "seconds": round(time.monotonic() - started, 1), "command": command[1:]}
+    return Running(rung, folder, command, process, scratch, seconds, time.monotonic())
+
+
+def finish(running: Running, status: str) -> None:
+    """End a rung's processes, and write its record beside its results: status, seconds, command, error."""
+    seconds = round(time.monotonic() - running.started, 1)
+    end(running.process)
+    shutil.rmtree(running.scratch, ignore_errors=True)
+    name, record = running.rung.name, {"status": status, "seconds": seconds, "command": running.command[1:]}
+    log = running.folder / f"{name}.log"
+    lines = log.read_text(errors="replace").splitlines()
     if status != "passed":
-        record["error"] = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:])
-    return record
+        record["error"] = "\n".join(lines[-TAIL:])
+    write_record(running.folder, name, record)
+    print(f"    {name}: {status} in {seconds:.0f} s", flush=True)
+    if status not in ("passed", "interrupted"):
+        print(f"    {lines[-1] if lines else 'it printed nothing'}\n    its output: {log}")
+
+
+def write_record(folder: Path, name: str, record: dict[str, Any]) -> None:
+    """Write a rung's record beside the results that it has written itself."""
+    file = folder / f"{name}.json"
+    replace_text(file, json.dumps({"rung": record, **read_json(file)}, indent=1) + "\n")
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -132,37 +176,51 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def climb(rungs: Sequence[Rung], folder: Path, deadline: float, rehearse: bool) -> tuple[list[str], str | None]:
-    """Run the rungs in turn. Return the names of those that failed, and that of the first one that was not finished.
+    """Run the rungs of a part. Return the names of those that failed, and that of the first one that was not finished.
 
     deadline: on the clock of `time.monotonic`.
 
-    A rung whose limit exceeds the time that is left is not started; only the first one is, for the time that is left.
+    Rungs of part 1 run side by side, the others in turn. A rung is not started if less than half of its limit is left;
+    only the first one always is.
     """
+    together = bool(rungs) and rungs[0].part == SIDE_BY_SIDE
     failed: list[str] = []
-    for number, rung in enumerate(rungs):
+    for group in [rungs] if together else [[rung] for rung in rungs]:
         left = deadline - time.monotonic()
-        limit = min(60 * rung.minutes, left) if number == 0 else 60 * rung.minutes
-        if limit > left:
-            return failed, rung.name
-        print(f"{number + 1}/{len(rungs)} {rung.name}: {rung.question}", flush=True)
+        if group[0] is not rungs[0] and left < WORTHWHILE * 60 * group[0].minutes:
+            return failed, group[0].name
+        for rung in group:
+            print(f"{rung.name}: {rung.question}", flush=True)
         try:
-            outcome = run_rung(rung, folder, rehearse, limit)
+            failed += run_together(group, folder, left, rehearse)
         except Stopped:
-            return failed, rung.name
-        file = folder / f"{rung.name}.json"
-        # beside the results that the rung has written
-        replace_text(file, json.dumps({"rung": outcome, **read_json(file)}, indent=1) + "\n")
-        duration = f" in {outcome['seconds']:.0f} s" if "seconds" in outcome else ""
-        print(f"    {outcome['status']}{duration}", flush=True)
-        if outcome["status"] == "interrupted":
-            return failed, rung.name
-        if outcome["status"] == "skipped":
-            print(f"    {outcome['error']}")
-        elif outcome["status"] != "passed":
-            failed.append(rung.name)
-            print(f"    {outcome['error'].rpartition(chr(10))[2]}")
-            print(f"    its output: {folder / f'{rung.name}.log'}")
+            return failed, group[0].name
     return failed, None
+
+
+def run_together(rungs: Sequence[Rung], folder: Path, left: float, rehearse: bool) -> list[str]:
+    """Run rungs side by side, for at most so many seconds. Return the names of those that failed. Raises Stopped."""
+    failed: list[str] = []
+    running: list[Running] = []
+    try:
+        for rung in rungs:
+            if reason := rung.lacks():
+                write_record(folder, rung.name, {"status": "skipped", "error": reason})
+                print(f"    {rung.name}: skipped, {reason}", flush=True)
+            else:
+                running.append(start(rung, folder, rehearse, min(60 * rung.minutes, left)))
+        while running:
+            for each in list(running):
+                if status := each.status():
+                    finish(each, status)
+                    running.remove(each)
+                    failed += [] if status == "passed" else [each.rung.name]
+            time.sleep(POLL)
+    except Stopped:
+        for each in running:
+            finish(each, "interrupted")
+        raise
+    return failed
 
 
 def device_name(parser: argparse.ArgumentParser) -> str:
@@ -233,9 +291,8 @@ def main() -> int:
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [rung.name for rung in RUNGS]
-    parser.add_argument(
-        "--minutes", type=float, default=MINUTES, help="start no rung that takes longer (default: %(default)g)"
-    )
+    parser.add_argument("--part", type=int, choices=PARTS, help="1: correctness; 2: times (default: both)")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of each part, at most (default: %(default)g)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--from", dest="first", choices=names, metavar="RUNG", help="begin with this rung (--list)")
     which.add_argument("--only", nargs="+", choices=names, metavar="RUNG", help="run only these rungs")
@@ -248,7 +305,7 @@ def main() -> int:
         parser.error(f"--minutes {arguments.minutes:g}: must be above 0")
     if arguments.list:
         for rung in RUNGS:
-            print(f"{rung.name:<12}{rung.minutes:>4g} min  {rung.question}")
+            print(f"part {rung.part}  {rung.name:<12}{rung.minutes:>4g} min  {rung.question}")
         return 0
     readme, results = BENCHMARKS / "README.md", BENCHMARKS / "results"
     if arguments.tables:
@@ -264,9 +321,18 @@ def main() -> int:
     chosen = RUNGS[names.index(arguments.first) if arguments.first else 0 :]
     if arguments.only:
         chosen = tuple(rung for rung in RUNGS if rung.name in arguments.only)
+    parts = [arguments.part] if arguments.part else PARTS
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    failed, unfinished = climb(chosen, folder, started + 60 * arguments.minutes, arguments.rehearse)
+    failed: list[str] = []
+    unfinished: str | None = None
+    for part in parts:
+        rungs = [rung for rung in chosen if rung.part == part]
+        failures, unfinished = climb(rungs, folder, started + 60 * arguments.minutes, arguments.rehearse)
+        failed += failures
+        if unfinished:
+            break
+        started = time.monotonic()
     filled = write_tables(readme, results)
     print(f"results: {folder}")
     if unfinished:

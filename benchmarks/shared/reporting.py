@@ -16,13 +16,17 @@ Markdown = Callable[[Results], str]
 FOLDER, TABLES = (Path(__file__).parents[1] / name for name in ("results", "tables"))
 
 
-def parser_of(documentation: str | None, rounds: int | None = None, threads: int | None = None) -> Any:
-    """Return a parser with --output, and with --rounds and --threads where a default is given."""
+def parser_of(
+    documentation: str | None, rounds: int | None = None, threads: int | None = None, processes: int | None = None
+) -> Any:
+    """Return a parser with --output, and with --rounds, --threads and --processes where a default is given."""
     parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds is not None:
         parser.add_argument("--rounds", type=int, default=rounds, help="(default: %(default)s)")
     if threads is not None:
         parser.add_argument("--threads", type=int, default=threads, help="CPU threads (default: %(default)s)")
+    if processes is not None:
+        parser.add_argument("--processes", type=int, default=processes, help="side by side (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="the JSON (default: one in benchmarks/results)")
     return parser
 

@@ -1,6 +1,6 @@
 """Whether the Triton kernels are correct on this device.
 
-    python benchmarks/first_hour/correctness.py --output kernels.json [--tiny]
+    python benchmarks/rungs/correctness.py --output kernels.json [--processes 5] [--tiny]
 
 Each operator of `shared/operators.py` runs forward and backward in Triton, in PyTorch, and in PyTorch in fp64 on the
 same values; the errors are relative to the largest value of a tensor. Then a tiny decoder of each preset takes training
@@ -18,8 +18,8 @@ from torch import Tensor
 
 import depthlm
 from benchmarks.shared import reporting
-from benchmarks.shared.interleaved import measure_lines
 from benchmarks.shared.operators import CASES, Make, Shape, difference, shape_of, step
+from benchmarks.shared.side_by_side import check_lines
 from depthlm.config import compose_anywhere, mechanisms
 from depthlm.machine import environment
 
@@ -104,7 +104,7 @@ def markdown(results: reporting.Results) -> str:
 
 
 def main() -> int:
-    parser = reporting.parser_of(__doc__)
+    parser = reporting.parser_of(__doc__, processes=1)
     parser.add_argument("--tiny", action="store_true", help="a few tiny cases, for a test on a CPU")
     arguments = reporting.arguments_of(parser, markdown)
     shape, types, tokens, steps = shape_of("1.5b", 1, 256), [torch.bfloat16, torch.float32], 256, 20
@@ -122,7 +122,7 @@ def main() -> int:
         for (kind, name, dtype), check in checks.items()
     )
     results: reporting.Results = {"shape": shape._asdict(), "steps": steps}
-    measure_lines(jobs, results, arguments.output)
+    check_lines(jobs, results, arguments.output, arguments.processes)
     reporting.publish(arguments.output, results, markdown)
     return int(not all(line.get("passed") for line in results["lines"]))
 

@@ -1,26 +1,36 @@
 """The device, and runs: tests, fp16's loss scale, a kill while a checkpoint is saved, a short budget=gpu_hour.
 
-    python benchmarks/first_hour/runs.py device|tests|fp16|resume|gpu_hour --scratch FOLDER --output JSON [--tiny]
+    python benchmarks/rungs/runs.py device|tests|fp16|resume|gpu_hour --scratch FOLDER --output JSON [--tiny]
 
 The text is the source of Python's standard library in bytes, so nothing is downloaded. The folder must not exist; it is
 removed at the end.
 """
 
 import math
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.shared.interleaved import copying, measure
-from benchmarks.shared.reporting import Results, arguments_of, error_text, headed, parser_of, publish, table
+from benchmarks.shared.reporting import (
+    Results,
+    arguments_of,
+    error_text,
+    headed,
+    parser_of,
+    publish,
+    table,
+    write_json,
+)
 from depthlm.locations import REPOSITORY
 from depthlm.machine import environment
 from depthlm.machine.environment import driver_version
@@ -34,6 +44,10 @@ TINY = ["size=micro", "precision=fp32", "training.sequence_length=32", "training
 # the tests that use a GPU where there is one
 TESTS = ["tests/ops", "tests/model/test_ops.py",
          "tests/training/checkpoint/test_saving.py::test_a_snapshot_of_a_gpu_is_in_pinned_memory"]  # fmt: skip
+# processes of the tests, beside the other rungs of their part
+TEST_PROCESSES = 6
+# what pytest says of a test, and seconds between two writings of their numbers
+OUTCOME, EVERY = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b.*::|::.*\b(PASSED|FAILED|ERROR|SKIPPED)\b"), 5.0
 SETTINGS = "name,driver_version,pstate,clocks.max.sm,power.limit,memory.total,memory.used,mig.mode.current"
 # the largest relative difference of a loss of a resumed run from that of an undisturbed one
 DIFFERENCE = 0.01
@@ -52,8 +66,8 @@ def finish(scratch: Path, name: str, overrides: list[str]) -> list[dict[str, Any
     return read_run(scratch / name).rows
 
 
-def device(scratch: Path, tiny: bool) -> dict[str, Any]:
-    """Return the settings of the device, whether Triton can run, and its speed of copies and of matrix products."""
+def device(scratch: Path, tiny: bool) -> Iterator[Results]:
+    """Yield the settings of the device, whether Triton can run, and its speed of copies and of matrix products."""
     kind, width = environment.device_type(), 64 if tiny else 8192
     a, b = (torch.randn(width, width, device=kind, dtype=torch.bfloat16) for _ in range(2))
     copied = 2**20 if tiny else 2**30
@@ -64,7 +78,7 @@ def device(scratch: Path, tiny: bool) -> dict[str, Any]:
         settings = (done.stdout + done.stderr).strip()
     except (OSError, subprocess.SubprocessError) as error:
         settings = error_text(error)
-    return {
+    yield {
         "memory_gib": available_memory(torch.device(kind, 0) if kind == "cuda" else torch.device(kind), 1) / 2**30,
         "driver": driver_version(),
         "nvidia_smi": settings,
@@ -77,14 +91,26 @@ def device(scratch: Path, tiny: bool) -> dict[str, Any]:
     }
 
 
-def tests(scratch: Path, tiny: bool) -> dict[str, Any]:
-    """Run tests, and return their numbers by outcome and the message of each failure."""
+def tests(scratch: Path, tiny: bool) -> Iterator[Results]:
+    """Run tests, and yield their numbers by outcome as they end; in the end also the message of each failure."""
     scratch.mkdir(parents=True, exist_ok=True)
     report = scratch / "report.xml"
-    # verbose, so that the log has the outcome of every test that finishes before the limit
-    options = ["-v", "--tb=short", f"--numprocesses={0 if tiny else environment.cores() - 1}", f"--junitxml={report}"]
+    # verbose despite the -q of pyproject.toml, so that the log has the outcome of every test before the limit
+    processes = 0 if tiny else min(TEST_PROCESSES, environment.cores())
+    options = ["-vv", "--tb=short", f"--numprocesses={processes}", f"--junitxml={report}"]
     chosen = ["tests/ops/test_depth_reduce.py"] if tiny else TESTS
-    subprocess.run([sys.executable, "-m", "pytest", *options, *chosen], cwd=REPOSITORY)
+    counts, failed, written = dict.fromkeys(("passed", "failed", "skipped"), 0), [], time.monotonic()
+    pytest = [sys.executable, "-m", "pytest", *options, *chosen]
+    with subprocess.Popen(pytest, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            if outcome := OUTCOME.search(line):
+                word = outcome[1] or outcome[2]
+                counts["failed" if word == "ERROR" else word.lower()] += 1
+                failed += [line.strip()[:300]] if word in ("FAILED", "ERROR") else []
+            if time.monotonic() - written > EVERY:
+                written = time.monotonic()
+                yield {**counts, "failures": dict.fromkeys(failed, "")}
     cases = list(ElementTree.parse(report).iter("testcase"))
     failures = {
         f"{case.get('classname')}.{case.get('name')}": " ".join((problem.get("message") or "").split())[:300]
@@ -94,10 +120,10 @@ def tests(scratch: Path, tiny: bool) -> dict[str, Any]:
     }
     skipped = sum(case.find("skipped") is not None for case in cases)
     passed = len(cases) - len(failures) - skipped
-    return {"passed": passed, "failed": len(failures), "skipped": skipped, "failures": failures}
+    yield {"passed": passed, "failed": len(failures), "skipped": skipped, "failures": failures}
 
 
-def fp16(scratch: Path, tiny: bool) -> dict[str, Any]:
+def fp16(scratch: Path, tiny: bool) -> Iterator[Results]:
     """Train in fp16 with a loss scale that soon doubles. On a CPU, which has no fp16, train in fp32."""
     shape = ["size=360m", "precision=fp16", "precision.loss_scale_window=20", "training.sequence_length=1024"]
     run = [*(TINY if tiny else shape), "model=moda", "deepspeed=zero1", f"training.max_steps={6 if tiny else 60}",
@@ -105,7 +131,7 @@ def fp16(scratch: Path, tiny: bool) -> dict[str, Any]:
     curve = finish(scratch, "fp16", run)
     losses, scales = ([row[key] for row in curve] for key in ("loss", "loss_scale"))
     finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
-    return {
+    yield {
         "first_loss": finite[0],
         "last_loss": finite[-1],
         "skipped_losses": len(losses) - len(finite),
@@ -114,13 +140,17 @@ def fp16(scratch: Path, tiny: bool) -> dict[str, Any]:
     }
 
 
-def resume(scratch: Path, tiny: bool) -> dict[str, Any]:
+def resume(scratch: Path, tiny: bool) -> Iterator[Results]:
     """Kill a run while it saves a checkpoint, resume it, and compare its losses with those of an undisturbed run."""
-    steps, every = (30, 5) if tiny else (60, 15)
-    shape = TINY if tiny else ["size=360m", "training.sequence_length=512", "training.batch_size=16"]
+    steps, every = (30, 5) if tiny else (45, 15)
+    # layers enough that the kill hits a checkpoint while it is written, and few enough that writing it takes seconds
+    shape = TINY if tiny else ["size=360m", "size.num_layers=8", "training.sequence_length=512",
+                               "training.batch_size=16"]  # fmt: skip
     run = [*shape, f"training.max_steps={steps}", f"training.checkpoint_every={every}", "training.keep_last=1",
            "training.async_checkpoint=true", "training.validate_every=null", "deterministic=true"]  # fmt: skip
     undisturbed = finish(scratch, "undisturbed", run)
+    results: Results = {"first_loss": undisturbed[0]["loss"], "last_loss_undisturbed": undisturbed[-1]["loss"]}
+    yield results
     # the disk needs space for one run's checkpoints only
     shutil.rmtree(scratch / "undisturbed")
     killed = scratch / "killed"
@@ -132,22 +162,19 @@ def resume(scratch: Path, tiny: bool) -> dict[str, Any]:
     process.send_signal(signal.SIGKILL)
     if process.wait() != -signal.SIGKILL:
         raise RuntimeError(f"the run ended with exit status {process.returncode} before it was killed")
-    step = read_run(killed).step
-    latest = newest.read_text().strip()
+    results |= {"killed_at_step": read_run(killed).step, "resumed_from": newest.read_text().strip()}
+    yield results
     resumed = finish(scratch, "killed", run)
     differences = [abs(a["loss"] / b["loss"] - 1) for a, b in zip(resumed, undisturbed, strict=True)]
-    return {
-        "killed_at_step": step,
-        "resumed_from": latest,
+    yield results | {
+        "last_loss": resumed[-1]["loss"],
         "largest_loss_difference": max(differences),
         "bitwise_equal": all(a["loss"] == b["loss"] for a, b in zip(resumed, undisturbed, strict=True)),
-        "first_loss": undisturbed[0]["loss"],
-        "last_loss": resumed[-1]["loss"],
         "passed": max(differences) <= DIFFERENCE,
     }
 
 
-def gpu_hour(scratch: Path, tiny: bool) -> dict[str, Any]:
+def gpu_hour(scratch: Path, tiny: bool) -> Iterator[Results]:
     """Train at 1.5b as an experiment with budget=gpu_hour does, for a fraction of its FLOPs."""
     shape = ["size=1.5b", f"budget.flops={TWO_MINUTES:g}", "training.batch_size=128", "training.validation_tokens=64K"]
     if tiny:
@@ -157,10 +184,10 @@ def gpu_hour(scratch: Path, tiny: bool) -> dict[str, Any]:
     summary = read_run(scratch / "gpu_hour").summary
     kept = ("steps", "tokens", "validation_loss", "tokens_per_second", "mfu", "wall_seconds", "peak_memory_gib")
     first, last = curve[0]["loss"], curve[-1]["loss"]
-    return {"first_loss": first, "last_loss": last, **{key: summary[key] for key in kept}, "passed": last < first}
+    yield {"first_loss": first, "last_loss": last, **{key: summary[key] for key in kept}, "passed": last < first}
 
 
-RUNS: dict[str, Callable[[Path, bool], dict[str, Any]]] = {
+RUNS: dict[str, Callable[[Path, bool], Iterator[Results]]] = {
     "device": device, "tests": tests, "fp16": fp16, "resume": resume, "gpu_hour": gpu_hour
 }  # fmt: skip
 
@@ -182,7 +209,9 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny runs, for a test on a CPU")
     arguments = arguments_of(parser, markdown)
     try:
-        results = RUNS[arguments.run](arguments.scratch.resolve(), arguments.tiny)
+        # each yields more than before, and the last one is complete
+        for results in RUNS[arguments.run](arguments.scratch.resolve(), arguments.tiny):
+            write_json(arguments.output, results)
     finally:
         shutil.rmtree(arguments.scratch, ignore_errors=True)
     publish(arguments.output, results, markdown)

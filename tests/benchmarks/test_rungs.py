@@ -1,0 +1,184 @@
+"""The rungs of benchmarks/gpu.py that need a GPU, as far as they can be tried without one."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from benchmarks.rungs import counters, graphs, step
+from benchmarks.shared.interleaved import depth_kernels, is_kernel
+from benchmarks.shared.operators import CASES
+from benchmarks.shared.side_by_side import check_lines
+from depthlm.locations import REPOSITORY
+
+MACHINE = {"device": "NVIDIA H200", "threads": 16, "versions": {"torch": "2.11.0"}}
+
+
+class Stub:
+    """A training whose losses depend on whether graphs are asked for."""
+
+    def __init__(self, losses: list[float], captured: Any) -> None:
+        self.batch, self.graphs = torch.arange(6).view(1, 2, 3), captured
+        self.losses, self.batches = iter(losses), set()
+
+    def step(self) -> float:
+        self.batches.add(tuple(self.batch.flatten().tolist()))
+        return next(self.losses)
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Replace what trains: the losses with graphs, those without, and the graphs are given."""
+
+    def install(with_graphs: list[float], without: list[float], captured: Any) -> list[Stub]:
+        trained: list[Stub] = []
+
+        def training_of(config: Any, device: torch.device) -> Stub:
+            is_plain = config["training.cuda_graphs"] == "false"
+            trained.append(Stub(without if is_plain else with_graphs, None if is_plain else captured))
+            return trained[-1]
+
+        monkeypatch.setattr(graphs, "depthlm", SimpleNamespace(compose=lambda words: dict(x.split("=") for x in words)))
+        monkeypatch.setattr(graphs, "start_process", lambda config: None)
+        monkeypatch.setattr(graphs, "start_distributed", lambda ranks: torch.device("cpu"))
+        monkeypatch.setattr(graphs, "training_of", training_of)
+        return trained
+
+    return install
+
+
+def test_equal_losses_with_graphs_pass(stub: Any) -> None:
+    trained = stub([3.0, 2.0, 1.0], [3.0, 2.0, 1.0], SimpleNamespace(captured=1, reason=None))
+    line = graphs.check_graphs(["model=mhc"], steps=3)
+    assert line["passed"]
+    assert (line["captured"], line["reason"], line["difference"]) == (1, None, 0.0)
+    # each step has another batch, so that a graph that keeps the first one is found
+    assert [len(each.batches) for each in trained] == [3, 3]
+
+
+@pytest.mark.parametrize("losses", [[3.0, 2.0, 1.0 + 1e-7], [3.0, float("nan"), 1.0]])
+def test_any_other_loss_fails_and_shows_whether_steps_without_graphs_repeat(stub: Any, losses: list[float]) -> None:
+    trained = stub(losses, [3.0, 2.0, 1.0], None)
+    line = graphs.check_graphs(["model=mhc"], steps=3)
+    assert not line["passed"]
+    assert not line["difference"] <= 1e-8
+    assert line["reason"] == "the run takes no graphs"
+    assert line["difference_without_graphs"] == 0.0
+    assert len(trained) == 3
+
+
+def test_the_table_of_graphs_counts_equal_and_captured_runs() -> None:
+    line = {"name": "mhc", "dtype": "bf16", "accumulation": 2, "compiled": True}
+    passed = line | {"captured": 2, "reason": None, "difference": 0.0, "last_loss": 1.5, "passed": True}
+    lines = [passed, line | {"captured": 0, "reason": "an operation | waits"}, line | {"error": "RuntimeError: x"}]
+    text = graphs.markdown({"machine": MACHINE, "steps": 20, "lines": lines})
+    assert "20 steps with and without graphs: 1 of 3 equal, 1 captured" in text
+    assert "| mhc | bf16 | 2 | yes | 2 | 0.0e+00 | 1.500 | equal |" in text
+    assert "| an operation \\| waits |" in text
+
+
+def test_a_line_that_fails_or_ends_its_process_does_not_cost_the_others(tmp_path: Path) -> None:
+    work = [partial(os._exit, 3), partial(dict, passed=True), partial(int, "a fault")]
+    results: dict[str, Any] = {}
+    check_lines([({"n": n}, job) for n, job in enumerate(work)], results, tmp_path / "lines.json", processes=1)
+    lines = json.loads((tmp_path / "lines.json").read_text())["lines"]
+    assert "BrokenProcessPool" in lines[0]["error"]
+    assert lines[1] == {"n": 1, "passed": True}
+    assert "a fault" in lines[2]["error"]
+
+
+def test_annotations_of_the_profiler_are_no_kernels() -> None:
+    def event(key: str, is_annotation: bool, device: DeviceType = DeviceType.CUDA, time: float = 5.0) -> Any:
+        return SimpleNamespace(
+            key=key, is_user_annotation=is_annotation, device_type=device, self_device_time_total=time
+        )
+
+    assert is_kernel(event("mhc_forward", False))
+    assert not is_kernel(event("Optimizer.step#AdamW.step", False))
+    assert not is_kernel(event("a range of the user", True))
+    assert not is_kernel(event("aten::mm", False, DeviceType.CPU))
+    assert not is_kernel(event("nothing", False, time=0.0))
+
+
+def test_depth_kernels_begin_with_the_name_of_their_operator() -> None:
+    ours = ("attention_residuals_one_backward", "dca_source_grads", "moda_forward", "reads_write_table")
+    assert all(re.match(depth_kernels(), name) for name in ours)
+    others = ("cross_entropy_forward", "triton_poi_fused_mul_silu_1", "_ZN2at6native", "modal_x", "Memcpy DtoD")
+    assert not any(re.match(depth_kernels(), name) for name in others)
+
+
+def line_of(preset: str, mode: str, time: float, **more: Any) -> dict[str, Any]:
+    shape = {"size": "1.5b", "micro_batch_size": 4, "sequence_length": 2048, "precision": "bf16"}
+    return {"preset": preset, "mode": mode, **shape, "microseconds_per_token": time, "peak_memory_gib": 31.0, **more}
+
+
+def test_the_table_of_mechanisms_has_a_row_per_preset_and_the_noise_of_vanilla() -> None:
+    kernels = {"launches": 4031, "gpu_seconds": 0.191, "depth_seconds": 0.0042, "first_step_seconds": 4.0}
+    lines = [line_of("vanilla", "compiled", 20.0, **kernels), line_of("vanilla", "graphs", 19.0)]
+    lines += [line_of("denseformer", "compiled", 30.0, **kernels), line_of("denseformer", "graphs", 28.5)]
+    lines += [{**line_of("dca", "compiled", 0.0), "error": "OutOfMemoryError"}]
+    del lines[-1]["microseconds_per_token"]
+    lines += [line_of("dca", "graphs", 40.0, captured=0, reason="it waits")]
+    lines += [line_of("vanilla", "compiled", 22.0), line_of("vanilla", "graphs", 19.0)]
+    text = step.markdown({"machine": MACHINE, "compared": True, "lines": lines})
+    assert (
+        "vanilla again, without graphs: +10.0%; vanilla again, with graphs: +0.0%; dca without graphs: it waits" in text
+    )
+    assert "| vanilla | 21.0 | 1.000 | 31.0 | 19.0 | 1.000 | 31.0 | 4.0 | 4,031 | 191.0 | 4.2 |  |" in text
+    assert "| denseformer | 30.0 | 1.429 | 31.0 | 28.5 | 1.500 | 31.0 | 4.0 | 4,031 | 191.0 | 4.2 | 1.51 |" in text
+    assert "| dca | error |  | 31.0 | 40.0 | 2.105 |" in text
+
+
+def test_the_committed_results_still_make_tables() -> None:
+    from benchmarks import gpu
+
+    folder = REPOSITORY / "benchmarks/results/gpu-nvidia-h200"
+    read = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    text, errors = gpu.fill("<!-- gpu -->\n<!-- end -->\n", {folder.name: read})
+    assert not errors
+    assert all(f"`{name}`, " in text for name in read)
+
+
+# what ncu prints: a line of names, a line of units, and a line per launch
+NCU = """#!/usr/bin/env python3
+import sys
+counters = {counters!r}
+if "--run" in sys.argv and sys.argv[sys.argv.index("--run") + 1] == {broken!r}:
+    sys.exit("==ERROR== no permission")
+print("==PROF== Connected to process 1")
+names = ["ID", "Kernel Name", "Grid Size", "Block Size", *counters]
+launch = ["0", "dca_forward", "(256, 24, 1)", "(128, 1, 1)", *["1,234.5"] * len(counters)]
+for row in (names, [""] * len(names), launch):
+    print(",".join(f'"{{x}}"' for x in row))
+"""
+
+
+def test_counters_are_read_from_what_ncu_prints(tmp_path: Path) -> None:
+    stall = counters.STALLS[0] + "long_scoreboard" + counters.STALLS[1]
+    broken, *working = list(CASES)[:3]
+    program = tmp_path / "ncu"
+    program.write_text(NCU.format(counters=[*counters.COUNTERS.values(), stall], broken=broken))
+    program.chmod(0o755)
+    output = tmp_path / "counters.json"
+    paths = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "benchmarks/rungs/counters.py", "--output", str(output), "--operators"]
+    done = subprocess.run(
+        [*command, broken, *working], cwd=REPOSITORY, env={**os.environ, **paths}, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    first, *others = json.loads(output.read_text())["lines"]
+    assert first["error"] == "RuntimeError: ncu: exit status 1, 0 kernels; ==ERROR== no permission"
+    for line in others:
+        (kernel,) = line["kernels"]
+        assert (kernel["kernel"], kernel["registers"]) == ("dca_forward", 1234.5)
+        assert kernel["stalls"] == {"long_scoreboard": 1234.5}
+    assert "| dca_forward | 1 |" in done.stdout
