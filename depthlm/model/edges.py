@@ -101,6 +101,8 @@ class Kept:
 
     def __init__(self, sources: Mapping[str, Sequence[Sequence[int]]]) -> None:
         self.sources = sources
+        # a copy from the host would make it wait for a GPU in every read
+        self.masks: dict[tuple[str, tuple[int, ...], torch.device], Tensor] = {}
 
     def __call__(self, reader: Reader, weights: Tensor, edges: Edges) -> Tensor:
         """Return the weights without those of other sources. Raises UserError if a source to keep does not exist."""
@@ -114,9 +116,11 @@ class Kept:
                 f"model.kept_sources.{reader.name}={panels}: must be a list of sources for each of its inputs, "
                 f"{inputs} in number; its sources are {', '.join(map(str, sources))}"
             )
-        rows = [[self.keeps(reader, panel, source) for source in edges.sources] for panel in range(len(panels))]
-        mask_ps = torch.tensor(rows, device=weights.device)
-        return changed(weights, edges, aligned(mask_ps, ("panel", "source"), edges.axes))
+        key = reader.name, tuple(edges.sources), weights.device
+        if key not in self.masks:
+            rows = [[self.keeps(reader, panel, source) for source in edges.sources] for panel in range(len(panels))]
+            self.masks[key] = torch.tensor(rows, device=weights.device)
+        return changed(weights, edges, aligned(self.masks[key], ("panel", "source"), edges.axes))
 
     def keeps(self, reader: Reader, panel: int, source: int) -> bool:
         """Return whether an input of a reader keeps a source."""
