@@ -45,7 +45,7 @@ TINY = ["size=micro", "precision=fp32", "training.sequence_length=32", "training
 TESTS = ["tests/ops", "tests/model/test_ops.py",
          "tests/training/checkpoint/test_saving.py::test_a_snapshot_of_a_gpu_is_in_pinned_memory"]  # fmt: skip
 # processes of the tests, beside the other rungs of their part
-TEST_PROCESSES = 6
+TEST_PROCESSES = 9
 # what pytest says of a test, and seconds between two writings of their numbers
 OUTCOME, EVERY = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b.*::|::.*\b(PASSED|FAILED|ERROR|SKIPPED)\b"), 5.0
 SETTINGS = "name,driver_version,pstate,clocks.max.sm,power.limit,memory.total,memory.used,mig.mode.current"
