@@ -102,7 +102,10 @@ def shape_of(line: dict[str, Any]) -> str:
 
 
 def compare(results: reporting.Results) -> str:
-    """Return a table with a row per preset. vanilla: times as long as vanilla's step, the mean of all its turns."""
+    """Return a table with a row per preset, without the columns that are empty in all rows.
+
+    vanilla: times as long as vanilla's step, the mean of all its turns.
+    """
     by_preset: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for line in results["lines"]:
         by_preset.setdefault(line["preset"], {}).setdefault(line["mode"], []).append(line)
@@ -127,6 +130,8 @@ def compare(results: reporting.Results) -> str:
         row += [reporting.number(first, ".1f"), reporting.number(of_kernels.get("launches"), ",")]
         paper = read_paper(results["lines"][0]["size"], preset)
         rows.append([*row, *(reporting.number(x, ".1f") for x in milliseconds), reporting.number(paper, ".2f")])
+    kept = [i for i in range(len(header)) if any(row[i] for row in rows)]
+    header, *rows = ([row[i] for i in kept] for row in (header, *rows))
     notes = [f"{results['lines'][0]['size']}, {shape_of(results['lines'][0])}"] if results["lines"] else []
     for mode, times in vanilla.items():
         if len(times) > 1:
