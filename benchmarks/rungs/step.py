@@ -38,8 +38,8 @@ WARM_UP = 3
 TITLES = {"eager": "eager", "compiled": "without graphs", "graphs": "with graphs"}
 
 
-def measure_step(config: Config, device: torch.device, rounds: int, is_first: bool) -> dict[str, Any]:
-    """Measure a step. is_first: whether also to estimate its memory, and to list its kernels."""
+def measure_step(config: Config, device: torch.device, rounds: int, profiled: bool, estimated: bool) -> dict[str, Any]:
+    """Measure a step. profiled: whether to list its kernels. estimated: whether to estimate its memory."""
     # PyTorch keeps few compilations of a function, and then no longer compiles it
     torch._dynamo.reset()
     used = gpu_bytes()
@@ -61,9 +61,11 @@ def measure_step(config: Config, device: torch.device, rounds: int, is_first: bo
     }
     if trained.graphs is not None:
         line |= {"captured": trained.graphs.captured, "reason": trained.graphs.reason}
-    if is_first:
+    if estimated:
         memory = MemoryEstimator(config, device.type).estimate(config.deepspeed.stage, 1, config.training.batch_size)
-        line |= {"estimated_memory_gib": memory.total / 2**30, **(gpu_kernels(trained.step) or {})}
+        line["estimated_memory_gib"] = memory.total / 2**30
+    if profiled:
+        line |= gpu_kernels(trained.step) or {}
     return line
 
 
@@ -178,7 +180,8 @@ def main() -> int:
             line = {"preset": config.model.name, "size": config.size.name, "mode": mode,
                     "micro_batch_size": arguments.micro_batch, "sequence_length": config.training.sequence_length,
                     "precision": config.precision.name}  # fmt: skip
-            jobs.append((line, partial(measure_step, config, device, arguments.rounds, mode == arguments.modes[0])))
+            flags = {"profiled": mode == arguments.modes[0], "estimated": not presets}
+            jobs.append((line, partial(measure_step, config, device, arguments.rounds, **flags)))
     results: reporting.Results = {"compared": bool(presets)}
     measure_lines(jobs, results, arguments.output)
     reporting.publish(arguments.output, results, markdown)
