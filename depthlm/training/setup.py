@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,6 +101,9 @@ def start_process(config: Config) -> Ranks:
 def free_earlier_run() -> None:
     """Free the memory of an earlier run in this process (a sweep), and reset the GPU's peak memory."""
     undo_sharding()
+    if "torch._dynamo" in sys.modules:
+        # the compilations of earlier runs count toward a limit, beyond which nothing is compiled
+        torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -11,7 +11,7 @@ import torch
 import depthlm
 from depthlm.data import prepare
 from depthlm.training import setup
-from depthlm.training.setup import compiles, start_process
+from depthlm.training.setup import compiles, free_earlier_run, start_process
 
 from ..two_ranks import TwoRanks, train_on_ranks
 
@@ -130,3 +130,17 @@ def test_a_rank_may_have_its_own_copy_of_the_token_files_but_no_others(
     for message in two_ranks(train_with_others, overrides, [f"data.path={tmp_path}/other"]):
         assert "the digest of the token files of local is " in message
     assert not (tmp_path / "run").exists()
+
+
+def test_earlier_runs_of_a_process_do_not_count_toward_the_limit_of_compilations() -> None:
+    """Each run compiles the methods of all layers again, with a compiler of its own."""
+    compiled = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for run in range(4):
+            free_earlier_run()
+            torch.compile(step, backend=lambda graph, _, run=run: compiled.append(run) or graph)(torch.ones(2))
+    assert compiled == [0, 1, 2, 3]

@@ -49,12 +49,8 @@ class DocumentMask:
         b, t = self.begin_bt.shape
         starts_bt = self.starts_bt
         if self.most is not None:
-            starts = starts_bt.flatten()
-            offsets = torch.full((self.most + 1,), b * t, dtype=torch.int32, device=starts.device)
-            # tokens within a document write to the last place what it has already
-            places = torch.where(starts, starts.cumsum(0) - 1, self.most)
-            index = torch.arange(b * t, dtype=torch.int32, device=starts.device)
-            return Bounds(offsets.scatter_(0, places, torch.where(starts, index, b * t)), t)
+            number = torch.arange(1, self.most + 2, device=starts_bt.device)
+            return Bounds(torch.searchsorted(starts_bt.flatten().cumsum(0), number, out_int32=True), t)
         # meta tensors have no values, and the number of documents hardly affects the memory that is counted with them
         first = starts_bt[:, 0] if self.begin_bt.is_meta else starts_bt.flatten().nonzero()[:, 0]
         return Bounds(torch.cat((first.int(), first.new_full((1,), b * t, dtype=torch.int32))), t)
