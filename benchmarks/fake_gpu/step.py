@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
@@ -21,6 +20,7 @@ from depthlm.accounting.tracing import trace
 from depthlm.build import build_model
 from depthlm.config import Config, compose_anywhere
 from depthlm.model import Decoder, Loss, compile_sublayers
+from depthlm.ops.library import FUNCTIONS
 from depthlm.training.graphs import MicroBatchGraphs
 
 GIB = 2**30
@@ -212,7 +212,7 @@ def launch_bytes(name: str, arguments: dict[str, Any], tables: dict[int, dict[st
     pointers = of_table or (arguments if "x_ptrs" in arguments else None)
     total = sum(x.nbytes for x in tensors.values())
     if pointers is not None:
-        sources, grads = ({_storage(x): x for x in pointers[key]} for key in ("x_ptrs", "grad_ptrs"))
+        sources, grads = ({_storage(x): x for x in pointers.get(key, ())} for key in ("x_ptrs", "grad_ptrs"))
         writes = of_table is None or name in WRITE_GRADIENTS
         added = [x for j, x in enumerate(grads.values()) if pointers["added"] >> j & 1]
         if of_table is not None:
@@ -223,7 +223,7 @@ def launch_bytes(name: str, arguments: dict[str, Any], tables: dict[int, dict[st
 
 
 class LaunchCounter(TorchDispatchMode):
-    """Counts launches, host synchronizations and bytes, also inside operators made by torch.library.custom_op."""
+    """Counts launches, host synchronizations and bytes, also inside the operators of depthlm.ops.library."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,14 +261,16 @@ class LaunchCounter(TorchDispatchMode):
             result = func(*args, **kwargs)
             self.count(func._schema, name, (args, kwargs), result)
             return result
-        if operator := OPDEFS.get(func._schema.name):
+        if function := FUNCTIONS.get(func._schema.name):
             # a registered operator is not compiled, also inside a compiled region
             with self, self.inside(False):
-                return operator._init_fn(*args, **kwargs)
+                return function(*args, **kwargs)
         if namespace == "prim":
             return func(*args, **kwargs)
         if namespace != "aten":
-            raise RuntimeError(f"{namespace}::{name} was not made by torch.library.custom_op, so it cannot be counted")
+            raise RuntimeError(
+                f"{namespace}::{name} was not registered by depthlm.ops.library, so it cannot be counted"
+            )
         if func._can_decompose() and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CUDA"):
             with self:
                 return func.decompose(*args, **kwargs)

@@ -65,8 +65,8 @@ if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12):
 
 # operators of ours with an implementation in PyTorch, which is traced, to count the memory that they use meanwhile
 BODIES: dict[Any, Callable[..., Any]] = {
-    linear_cross_entropy.chunked._opoverload: linear_cross_entropy.forward,
-    linear_cross_entropy.chunked_backward._opoverload: linear_cross_entropy.backward,
+    linear_cross_entropy.chunked: linear_cross_entropy.forward,
+    linear_cross_entropy.chunked_backward: linear_cross_entropy.backward,
 }
 
 

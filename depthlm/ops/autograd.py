@@ -4,7 +4,6 @@ Some rely on private or little-known behavior of PyTorch. Each of these says why
 relies on it too. `tests/ops/test_autograd.py` fails if one of them stops working.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -66,11 +65,6 @@ class NoContext:
 
     def set_materialize_grads(self, value: bool) -> None:
         """Do nothing."""
-
-
-def operator_name(module: str, name: str) -> str:
-    """Return the name to register an operator under. It contains the module, so that exported copies do not collide."""
-    return f"{re.sub(r'[^0-9A-Za-z_]', '_', module.rpartition('.')[0] or module)}::{name}"
 
 
 def call(function: type[torch.autograd.Function], *arguments: Any) -> Any:

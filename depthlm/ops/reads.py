@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from depthlm.ops.autograd import NO_PASS, attached, call, current_pass, last_input_nodes, present
 from depthlm.ops.backend import expect
@@ -25,16 +26,12 @@ from depthlm.ops.dtypes import common_dtype
 
 # the most reads of a launch
 MAX_READS = 8
-# schemas of the custom operators that launch the kernels of a pass; the caller allocates what they write
-FORWARD: dict[str, Any] = {
-    "schema": "(Tensor[] parameters, Tensor[] sources, Tensor[] start, float? eps, Tensor(a!)[] outputs) -> ()",
-    "mutates_args": ("outputs",),
-}
-BACKWARD: dict[str, Any] = {
-    "schema": "(Tensor[] grads, Tensor[] outputs, Tensor[] parameters, Tensor[] sources, Tensor[] start, float? eps, "
-    "Tensor(a!)[] source_grads, bool[] added, Tensor(b!)[] sums) -> ()",
-    "mutates_args": ("source_grads", "sums"),
-}
+# schemas of the operators that launch the kernels of a pass; the caller allocates what they write
+FORWARD = "(Tensor[] parameters, Tensor[] sources, Tensor[] start, float? eps, Tensor(a!)[] outputs) -> ()"
+BACKWARD = (
+    "(Tensor[] grads, Tensor[] outputs, Tensor[] parameters, Tensor[] sources, Tensor[] start, float? eps, "
+    "Tensor(a!)[] source_grads, bool[] added, Tensor(b!)[] sums) -> ()"
+)
 
 
 class BackwardInputs(NamedTuple):
@@ -126,6 +123,7 @@ class Reads(torch.autograd.Function):
         return tuple(outputs[: kernels.num_results])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         outputs, parameters, sources, start = _split(ctx.saved_tensors, ctx.counts[:-1])
         num_tokens = ctx.counts[-1]

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from depthlm.ops.autograd import attached
 from depthlm.ops.backend import interpreted
 from depthlm.ops.reads import MAX_READS
-from depthlm.ops.triton_common import load_fp32, store_as, tl, triton, triton_type
+from depthlm.ops.triton_common import cdiv, load_fp32, on_device, store_as, tl, triton, triton_type
 
 # the most reads of a launch
 READS = tl.constexpr(MAX_READS)
@@ -51,7 +52,7 @@ class Inputs(NamedTuple):
 
     def launch(self, kernel, grid, warps, tensors, *numbers, **settings) -> None:
         """Launch a kernel with these tensors, the sizes, and then more numbers and settings."""
-        with torch.cuda.device_of(self.table):
+        with on_device(self.table):
             kernel[grid](*tensors, *self.sizes, *numbers, **self.settings, **settings, num_warps=warps)
 
 
@@ -61,7 +62,7 @@ def inputs_of(
     """Return the inputs of a group of reads, for a backward pass with the gradients as in `table_of`."""
     xs, d = [aligned(x) for x in sources], sources[0].shape[-1]
     positions = sources[0].numel() // d
-    tiles = triton.cdiv(positions, ROWS.value), triton.cdiv(d, WIDTH.value)
+    tiles = cdiv(positions, ROWS.value), cdiv(d, WIDTH.value)
     settings = {"D": d, "NARROW": narrow_dtype(xs)}
     return Inputs(xs, table_of(xs, grads, added), (len(xs), positions, reads), settings, tiles, kind_of(xs))
 
@@ -69,7 +70,8 @@ def inputs_of(
 def aligned(x: Tensor) -> Tensor:
     """Return x, contiguous and at an address that is a multiple of 16 bytes, as the kernels load it."""
     x = x.contiguous()
-    return x.clone() if x.storage_offset() * x.element_size() % 16 else x
+    offset = x.storage_offset()
+    return x.clone() if offset and offset * x.element_size() % 16 else x
 
 
 def table_of(sources: Sequence[Tensor], grads: Sequence[Tensor] = (), added: Sequence[bool] = ()) -> Tensor:
@@ -78,7 +80,7 @@ def table_of(sources: Sequence[Tensor], grads: Sequence[Tensor] = (), added: Seq
     Bit 0 of the flags: the source is fp32. Bit 1: the gradient is added to what is at its address (`added`).
     """
     table = sources[0].new_empty(len(sources), 3, dtype=torch.int64)
-    with torch.cuda.device_of(table):
+    with on_device(table):
         for i in range(0, len(sources), ADDRESSES):
             part = slice(i, i + ADDRESSES)
             reads_write_table[(1,)](
@@ -95,12 +97,21 @@ def addresses(
     Bit j of the flags: source j is fp32; the gradient of source j is added to what is at its address (`added`).
     """
     wide = sum((x.dtype == torch.float32) << j for j, x in enumerate(sources))
-    return _pointers(sources), _pointers(grads or sources), wide, sum(flag << j for j, flag in enumerate(added))
+    if not grads:
+        # all forward passes that read a source share its view
+        pointers = _pointers([attached(x, "as_bytes", _detached_bytes) for x in sources])
+        return pointers, pointers, wide, 0
+    x_ptrs, grad_ptrs = (_pointers([x.view(torch.uint8) for x in tensors]) for tensors in (sources, grads))
+    return x_ptrs, grad_ptrs, wide, sum(flag << j for j, flag in enumerate(added))
 
 
-def _pointers(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors as bytes, repeated up to ADDRESSES, so that a kernel is compiled once."""
-    views = [x.view(torch.uint8) for x in tensors]
+def _detached_bytes(x: Tensor) -> Tensor:
+    """Return a view that may be attached to x: one that was not detached would keep x alive."""
+    return x.detach().view(torch.uint8)
+
+
+def _pointers(views: list[Tensor]) -> tuple[Tensor, ...]:
+    """Return the views, which are bytes and are repeated up to ADDRESSES, so that a kernel is compiled once."""
     return (*views, *views[-1:] * (ADDRESSES - len(views)))
 
 

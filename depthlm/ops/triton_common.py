@@ -4,7 +4,9 @@
 Shapes: b batch, t tokens, h heads, e head size.
 """
 
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +18,7 @@ except ImportError as error:
     raise ImportError("fused kernels need the package triton") from error
 
 T = TypeVar("T")
+_CURRENT: AbstractContextManager[Any] = nullcontext()
 
 
 def check_heads(operator: str, heads: int, num_kv_heads: int) -> None:
@@ -37,7 +40,23 @@ def empty_heads(x_bhte: torch.Tensor, dtype: torch.dtype | None = None) -> torch
 
 def padded(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Repeat the last tensor up to a power of two, so that fewer lengths need a compilation of the kernel."""
-    return (*tensors, *tensors[-1:] * (triton.next_power_of_2(len(tensors)) - len(tensors)))
+    return (*tensors, *tensors[-1:] * (next_power_of_2(len(tensors)) - len(tensors)))
+
+
+def cdiv(x: int, y: int) -> int:
+    """Return x / y, rounded up. Triton's own takes microseconds, since kernels may call it too."""
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of 2 that is not below n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Return a context for launches on the device of x, which does nothing if that is the current one."""
+    is_current = not x.is_cuda or x.device.index == torch.cuda.current_device()
+    return _CURRENT if is_current else torch.cuda.device_of(x)
 
 
 def split_work(count: int, most: int, multiple: int = 1) -> tuple[int, int]:
@@ -45,8 +64,8 @@ def split_work(count: int, most: int, multiple: int = 1) -> tuple[int, int]:
 
     The units of a program are a multiple of `multiple`.
     """
-    units = multiple * triton.cdiv(triton.cdiv(count, most), multiple)
-    return triton.cdiv(count, units), units
+    units = multiple * cdiv(cdiv(count, most), multiple)
+    return cdiv(count, units), units
 
 
 def triton_type(dtype: torch.dtype) -> tl.dtype:
@@ -54,8 +73,12 @@ def triton_type(dtype: torch.dtype) -> tl.dtype:
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
+@lru_cache(maxsize=None, typed=True)
 def constants(settings: type[T], *values: object) -> T:
-    """Return a NamedTuple of values that are constants in the code of a kernel."""
+    """Return a NamedTuple of values that are constants in the code of a kernel.
+
+    Equal values give the same object, which a launch recognizes without comparing them in Python.
+    """
     return settings(*map(tl.constexpr, values))
 
 

@@ -1,6 +1,8 @@
 """The outputs and all gradients of the Triton kernels of reads over depth equal those of the definitions."""
 
+import gc
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -255,3 +257,18 @@ def test_invalid_arguments_are_refused() -> None:
 @pytest.mark.slow
 def test_the_kernels_compile_for_gpus() -> None:
     compile_launches(LAUNCHES)
+
+
+def test_a_source_is_freed_with_its_last_reader() -> None:
+    source = normal(2, 3, 8)
+    freed = weakref.ref(source)
+    with using("triton"), torch.no_grad():
+        for kind in READS:
+            read(kind, tensors(kind, 1, 1, 2, 8, started=False)["parameters"], [source], ())
+    # what is attached to a source does not refer to it, so that no garbage collection is necessary
+    gc.disable()
+    try:
+        del source
+        assert freed() is None
+    finally:
+        gc.enable()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from depthlm.ops.autograd import operator_name
+from depthlm.ops.library import register
 from depthlm.ops.reads import BACKWARD, FORWARD, BackwardInputs, Kernels
 from depthlm.ops.reads_triton import (
     COUNTS,
@@ -24,7 +24,7 @@ from depthlm.ops.reads_triton import (
     pointers,
     store_typed,
 )
-from depthlm.ops.triton_common import constants, load_fp32, split_work, tl, triton
+from depthlm.ops.triton_common import cdiv, constants, load_fp32, next_power_of_2, on_device, split_work, tl, triton
 
 # positions of a program
 ROWS = 16
@@ -48,21 +48,20 @@ def allocate(parameters: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
     return [sources[0].new_empty(1, *sources[0].shape[:-1], dtype=torch.float32)]
 
 
-@torch.library.custom_op(operator_name(__name__, "depth_attend_one"), **FORWARD)
+@register(__name__, "depth_attend_one", schema=FORWARD)
 def forward(parameters, sources, start, eps, outputs):
     query, *bias = (aligned(x) for x in parameters)
     xs, starts = [aligned(x) for x in sources], [aligned(x) for x in start] or outputs
     tensor_ptrs = query, *(bias or [query]), *starts, *outputs
-    positions, flags = outputs[1].numel(), (int(bool(start)), len(bias))
+    x_ptrs, _, wide, _ = addresses(xs)
+    numbers = len(xs), outputs[1].numel(), ROWS, int(bool(start)), len(bias)
     settings, warps = _settings(xs, eps)
-    grid = (triton.cdiv(positions, ROWS),)
-    with torch.cuda.device_of(query):
-        attention_residuals_one_forward[grid](
-            *addresses(xs), tensor_ptrs, len(xs), positions, ROWS, *flags, settings, num_warps=warps
-        )
+    grid = (cdiv(outputs[1].numel(), ROWS),)
+    with on_device(query):
+        attention_residuals_one_forward[grid](x_ptrs, wide, tensor_ptrs, *numbers, settings, num_warps=warps)
 
 
-@torch.library.custom_op(operator_name(__name__, "depth_attend_one_backward"), **BACKWARD)
+@register(__name__, "depth_attend_one_backward", schema=BACKWARD)
 def launch_backward(grads, outputs, parameters, sources, start, eps, source_grads, added, sums):
     (query, *bias), (out, lse) = (aligned(x) for x in parameters), outputs
     grad, *grad_lse = (aligned(x) for x in grads)
@@ -75,7 +74,7 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     numbers = len(xs), positions, rows, int(bool(start)), len(bias), len(grad_lse)
     settings, warps = _settings(xs, eps)
     table = addresses(xs, source_grads, added)
-    with torch.cuda.device_of(query):
+    with on_device(query):
         attention_residuals_one_backward[(programs,)](*table, read_ptrs, sum_ptrs, *numbers, settings, num_warps=warps)
 
 
@@ -96,7 +95,7 @@ KERNELS = Kernels("attention_residuals", 2, allocate, forward, backward, saves_o
 def _settings(sources: Sequence[Tensor], eps: float | None) -> tuple[Settings, int]:
     """Return the settings, and the warps of a program."""
     d = sources[0].shape[-1]
-    padded = triton.next_power_of_2(d)
+    padded = next_power_of_2(d)
     settings = constants(Settings, d, padded, eps, narrow_dtype(sources))
     return settings, max(1, min(16, padded // (32 * VALUES)))
 
@@ -112,9 +111,7 @@ def _score(q, x, bias_ptr, j, biased, SETTINGS):
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def attention_residuals_one_forward(
-    x_ptrs, grad_ptrs, wide, added, tensor_ptrs, n, positions, rows, started, biased, SETTINGS
-):
+def attention_residuals_one_forward(x_ptrs, wide, tensor_ptrs, n, positions, rows, started, biased, SETTINGS):
     query_ptr, bias_ptr, start_ptr, start_lse_ptr, out_ptr, lse_ptr = tensor_ptrs
     c = tl.arange(0, SETTINGS.PADDED)
     mask = c < SETTINGS.D

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from depthlm.ops.attention_residuals.one_triton import KERNELS as KERNELS_OF_ONE
-from depthlm.ops.autograd import operator_name
 from depthlm.ops.backend import expect
 from depthlm.ops.depth_reduce import source_scores
+from depthlm.ops.library import register
 from depthlm.ops.reads import BACKWARD, FORWARD, BackwardInputs, Kernels, read
 from depthlm.ops.reads_triton import (
     ADDRESSES,
@@ -39,7 +39,7 @@ from depthlm.ops.reads_triton import (
     transposed,
     whole,
 )
-from depthlm.ops.triton_common import constants, load_fp32, split_work, store_as, tl, triton
+from depthlm.ops.triton_common import cdiv, constants, load_fp32, on_device, split_work, store_as, tl, triton
 
 # the padded numbers of sources for which the kernels are compiled; more than that are read in turns
 FEW_SOURCES, MANY_SOURCES = 16, 64
@@ -128,7 +128,7 @@ def _programs(positions: int, n: int) -> tuple[int, int]:
     return split_work(positions, PROGRAMS, padded_sources(n, BACKWARD_COLUMNS)[1])
 
 
-@torch.library.custom_op(operator_name(__name__, "depth_attend"), **FORWARD)
+@register(__name__, "depth_attend", schema=FORWARD)
 def forward(parameters, sources, start, eps, outputs):
     query, *bias = (aligned(x) for x in parameters)
     out, lse, raw, scale = outputs
@@ -136,12 +136,12 @@ def forward(parameters, sources, start, eps, outputs):
     # without a bias or a start, these pointers are not used
     read_ptrs = inputs.table, query, *(bias or [query]), *([aligned(x) for x in start] or (out, lse))
     settings, numbers = settings_of(inputs, eps, FORWARD_COLUMNS), (*inputs.sizes, int(bool(start)), len(bias))
-    grid = (triton.cdiv(inputs.sizes[1], settings.P.value),)
-    with torch.cuda.device_of(query):
+    grid = (cdiv(inputs.sizes[1], settings.P.value),)
+    with on_device(query):
         attention_residuals_forward[grid](read_ptrs, (out, lse, raw, scale), *numbers, settings, num_warps=WARPS)
 
 
-@torch.library.custom_op(operator_name(__name__, "depth_attend_backward"), **BACKWARD)
+@register(__name__, "depth_attend_backward", schema=BACKWARD)
 def launch_backward(grads, outputs, parameters, sources, start, eps, source_grads, added, sums):
     lse, raw, scale = outputs
     (query, *bias), (grad, *grad_lse), starts = ([aligned(x) for x in y] for y in (parameters, grads, start))
@@ -154,7 +154,7 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     sum_ptrs = partial_query, partial_bias, *(start_grads or (grad, lse))
     numbers = *inputs.sizes, rows, int(bool(start)), len(bias), len(grad_lse)
     settings = settings_of(inputs, eps, BACKWARD_COLUMNS, grad)
-    with torch.cuda.device_of(query):
+    with on_device(query):
         attention_residuals_backward[(programs,)](read_ptrs, grad_ptrs, sum_ptrs, *numbers, settings, num_warps=WARPS)
 
 

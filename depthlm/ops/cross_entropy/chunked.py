@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from depthlm.ops.autograd import call, operator_name, parts, present
+from depthlm.ops.autograd import call, parts, present
 from depthlm.ops.cross_entropy.naive import cross_entropy as naive
 from depthlm.ops.dtypes import compute_dtype, no_autocast, upcast
 from depthlm.ops.functions import linear
+from depthlm.ops.library import make_differentiable, register
 
 # logits that are in fp32 at a time: few enough for a CPU's cache, and enough to occupy a GPU
 CHUNK = 2**20
@@ -156,20 +157,13 @@ def backward(
     return grad_hidden, [total.to(x.dtype) for total, x in zip(sums, parameters, strict=True)]
 
 
-# registered operators, so that the compiled head has no graph break
-chunked = torch.library.custom_op(operator_name(__name__, "linear_cross_entropy"), forward, mutates_args=())
-chunked_backward = torch.library.custom_op(
-    operator_name(__name__, "linear_cross_entropy_backward"), backward, mutates_args=()
-)
-
-
-@chunked.register_fake
-def _(hidden_rd: Tensor, parameters: Any, targets_r: Tensor, step: int, dtype: torch.dtype, fused: bool) -> Any:
+def _rows_like(
+    hidden_rd: Tensor, parameters: Any, targets_r: Tensor, step: int, dtype: torch.dtype, fused: bool
+) -> Any:
     return _empty_rows(hidden_rd, dtype), _empty_rows(hidden_rd, dtype)
 
 
-@chunked_backward.register_fake
-def _(hidden_rd: Tensor, parameters: Any, *_: Any) -> Any:
+def _gradients_like(hidden_rd: Tensor, parameters: Any, *_: Any) -> Any:
     return hidden_rd.new_empty(hidden_rd.shape), [x.new_empty(x.shape) for x in parameters]
 
 
@@ -184,4 +178,7 @@ def _differentiate(ctx: Any, *grads_r: Tensor) -> tuple[Any, ...]:
     return *chunked_backward(hidden, parameters, rows_r, *ctx.settings), None, None, None, None
 
 
-chunked.register_autograd(_differentiate, setup_context=_setup_context)
+# registered operators, so that the compiled head has no graph break
+chunked = register(__name__, "linear_cross_entropy", _rows_like)(forward)
+chunked_backward = register(__name__, "linear_cross_entropy_backward", _gradients_like)(backward)
+make_differentiable(chunked, _differentiate, _setup_context)

@@ -8,13 +8,12 @@ Shapes: r rows, v vocabulary.
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from depthlm.ops.autograd import operator_name
 from depthlm.ops.backend import interpreted
 from depthlm.ops.cross_entropy.chunked import Rows
-from depthlm.ops.triton_common import constants, load_fp32, store_as, tl, triton
+from depthlm.ops.library import register
+from depthlm.ops.triton_common import cdiv, constants, load_fp32, next_power_of_2, on_device, store_as, tl, triton
 
 COLUMNS = 4096
 # a finite number below every logit: the difference of two infinities would not be a number
@@ -28,19 +27,19 @@ class Tile(NamedTuple):
     columns: tl.constexpr
 
 
-@torch.library.custom_op(operator_name(__name__, "cross_entropy"), mutates_args=("to_nll_r", "to_logsumexp_r"))
+@register(__name__, "cross_entropy", mutates=("to_nll_r", "to_logsumexp_r"))
 def losses(logits_rv: Tensor, targets_r: Tensor, to_nll_r: Tensor, to_logsumexp_r: Tensor) -> None:
     """Write nll_r and logsumexp_r in fp32. The nll of a target of -100 is undefined."""
     logits_rv = logits_rv.contiguous()
     (r, v), tile = logits_rv.shape, _tile(logits_rv)
-    grid = (triton.cdiv(r, tile.rows.value),)
-    with torch.cuda.device_of(logits_rv):
+    grid = (cdiv(r, tile.rows.value),)
+    with on_device(logits_rv):
         cross_entropy_forward[grid](
             logits_rv, targets_r.contiguous(), to_nll_r, to_logsumexp_r, r, v, tile, num_warps=8
         )
 
 
-@torch.library.custom_op(operator_name(__name__, "cross_entropy_backward"), mutates_args=("to_rv",))
+@register(__name__, "cross_entropy_backward", mutates=("to_rv",))
 def differentiate(logits_rv: Tensor, rows: list[Tensor], to_rv: Tensor) -> None:
     """Write the gradient of the logits to to_rv, which is contiguous and may be the logits themselves.
 
@@ -49,14 +48,14 @@ def differentiate(logits_rv: Tensor, rows: list[Tensor], to_rv: Tensor) -> None:
     logits_rv = logits_rv.contiguous()
     (r, v), tile = logits_rv.shape, _tile(logits_rv)
     numbers = Rows(*(x.contiguous() for x in rows))
-    grid = (triton.cdiv(r, tile.rows.value), triton.cdiv(v, COLUMNS))
-    with torch.cuda.device_of(logits_rv):
+    grid = (cdiv(r, tile.rows.value), cdiv(v, COLUMNS))
+    with on_device(logits_rv):
         cross_entropy_backward[grid](logits_rv, numbers, to_rv, r, v, tile, num_warps=8)
 
 
 def _tile(logits_rv: Tensor) -> Tile:
     # a program takes a millisecond in the interpreter
-    rows = min(256, triton.next_power_of_2(len(logits_rv))) if interpreted() else 1
+    rows = min(256, next_power_of_2(len(logits_rv))) if interpreted() else 1
     return constants(Tile, rows, COLUMNS)
 
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from depthlm.ops.autograd import operator_name
 from depthlm.ops.backend import expect
+from depthlm.ops.library import register
 from depthlm.ops.reads import BACKWARD, FORWARD, MAX_READS, BackwardInputs, Kernels, read
 from depthlm.ops.reads_triton import (
     COUNTS,
@@ -31,7 +31,7 @@ from depthlm.ops.reads_triton import (
     tile_at,
     tile_of_program,
 )
-from depthlm.ops.triton_common import load_fp32, split_work, tl, triton
+from depthlm.ops.triton_common import cdiv, load_fp32, split_work, tl, triton
 
 # sources of a program of `dca_score_grads`; sources and reads of one of `dca_bias_grads`, which has a sum for each pair
 SCORE_SOURCES, SOURCES, FEW_READS = tl.constexpr(2), tl.constexpr(3), tl.constexpr(3)
@@ -54,13 +54,13 @@ def allocate(parameters: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
     return [b.new_empty(len(sources), len(b), x.shape[:-1].numel(), dtype=torch.float32)]
 
 
-@torch.library.custom_op(operator_name(__name__, "gated_reads"), **FORWARD)
+@register(__name__, "gated_reads", schema=FORWARD)
 def forward(parameters, sources, start, eps, outputs):
     b, w = (aligned(x) for x in parameters)
     out, score = outputs
     inputs = inputs_of(sources, len(b))
     n, positions, reads = inputs.sizes
-    grid = triton.cdiv(positions, DOT_ROWS.value), n
+    grid = cdiv(positions, DOT_ROWS.value), n
     inputs.launch(dca_scores, grid, WARPS, [inputs.table, w, score])
     # without a start, its pointer is not used
     begin = aligned(start[0]) if start else out
@@ -69,19 +69,19 @@ def forward(parameters, sources, start, eps, outputs):
     )
 
 
-@torch.library.custom_op(operator_name(__name__, "gated_reads_backward"), **BACKWARD)
+@register(__name__, "gated_reads_backward", schema=BACKWARD)
 def launch_backward(grads, outputs, parameters, sources, start, eps, source_grads, added, sums):
     b, w, grad = (aligned(x) for x in (*parameters, *grads))
     (score,), (partial,) = outputs, sums
     inputs, grad_score = inputs_of(sources, len(b), source_grads, added), torch.empty_like(score)
     n, positions, reads = inputs.sizes
-    row_tiles, columns = triton.cdiv(positions, HALF_ROWS.value), inputs.tiles[1]
+    row_tiles, columns = cdiv(positions, HALF_ROWS.value), inputs.tiles[1]
     programs, rows = _programs(positions)
     read_ptrs = grad, inputs.table, b, score, grad_score
-    grid = row_tiles, triton.cdiv(n, SCORE_SOURCES.value)
+    grid = row_tiles, cdiv(n, SCORE_SOURCES.value)
     inputs.launch(dca_score_grads, grid, WARPS, [read_ptrs], COUNT=_count(reads))
     inputs.launch(dca_source_grads, (row_tiles, columns), WARPS, [read_ptrs, w], COUNT=_count(reads))
-    grid = triton.cdiv(n, SOURCES.value) * triton.cdiv(reads, FEW_READS.value), columns, programs
+    grid = cdiv(n, SOURCES.value) * cdiv(reads, FEW_READS.value), columns, programs
     inputs.launch(dca_bias_grads, grid, WARPS, [read_ptrs[:4], partial[0]], rows)
     grid, tensors = (n, columns, programs), [inputs.table, grad_score, partial[1]]
     inputs.launch(dca_gate_grads, grid, WARPS, tensors, rows)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from depthlm.ops.autograd import operator_name
 from depthlm.ops.backend import expect
+from depthlm.ops.library import register
 from depthlm.ops.reads import BACKWARD, FORWARD, BackwardInputs, Kernels, read
 from depthlm.ops.reads_triton import (
     COUNTS,
@@ -31,7 +31,7 @@ from depthlm.ops.reads_triton import (
     tile_of_program,
     transposed,
 )
-from depthlm.ops.triton_common import load_fp32, split_work, tl, triton
+from depthlm.ops.triton_common import cdiv, load_fp32, split_work, tl, triton
 
 # sources and values of a tile of the backward pass
 SOURCES, TILE_VALUES, BACKWARD_WARPS = tl.constexpr(32), tl.constexpr(64), 4
@@ -45,7 +45,7 @@ def weighted(weights_sn: Tensor, sources: Sequence[Tensor], start_spd: Tensor | 
     return read(KERNELS, [weights_sn], sources, [] if start_spd is None else [start_spd])[0]
 
 
-@torch.library.custom_op(operator_name(__name__, "weighted_reads"), **FORWARD)
+@register(__name__, "weighted_reads", schema=FORWARD)
 def forward(parameters, sources, start, eps, outputs):
     (weights,), (out,) = parameters, outputs
     inputs = inputs_of(sources, len(weights))
@@ -54,12 +54,12 @@ def forward(parameters, sources, start, eps, outputs):
     inputs.launch(denseformer_forward, inputs.tiles, WARPS, tensors, len(start), COUNT=len(weights))
 
 
-@torch.library.custom_op(operator_name(__name__, "weighted_reads_backward"), **BACKWARD)
+@register(__name__, "weighted_reads_backward", schema=BACKWARD)
 def launch_backward(grads, outputs, parameters, sources, start, eps, source_grads, added, sums):
     (weights,), (partial,) = parameters, sums
     inputs = inputs_of(sources, len(weights), source_grads, added)
     programs, steps = _programs(sources[0].numel())
-    grid = triton.cdiv(len(sources), SOURCES.value), programs
+    grid = cdiv(len(sources), SOURCES.value), programs
     tensors = aligned(grads[0]), inputs.table, weights.contiguous(), partial
     inputs.launch(denseformer_backward, grid, BACKWARD_WARPS, tensors, steps, KIND=inputs.kind)
 
@@ -67,7 +67,7 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
 def backward(inputs: BackwardInputs) -> list[Tensor]:
     (weights,), n = inputs.parameters, len(inputs.sources)
     programs, _ = _programs(inputs.sources[0].numel())
-    columns = triton.cdiv(n, SOURCES.value) * SOURCES.value
+    columns = cdiv(n, SOURCES.value) * SOURCES.value
     partial = weights.new_empty(programs, columns, DOT_READS.value, dtype=torch.float32)
     launch_backward(*inputs, [partial])
     grad_weights = partial.sum(0)[:n, : len(weights)].T.contiguous().to(weights.dtype)
@@ -79,7 +79,7 @@ KERNELS = Kernels("denseformer", 1, lambda parameters, sources: [], forward, bac
 
 def _programs(values: int) -> tuple[int, int]:
     """Return the programs of the backward pass for each SOURCES, and the tiles of each."""
-    return split_work(triton.cdiv(values, TILE_VALUES.value), PROGRAMS)
+    return split_work(cdiv(values, TILE_VALUES.value), PROGRAMS)
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["weights_ptr"])

@@ -12,15 +12,20 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from depthlm.ops.autograd import operator_name
+from depthlm.ops.autograd import call
 from depthlm.ops.backend import expect
 from depthlm.ops.dtypes import common_dtype
+from depthlm.ops.library import register
 from depthlm.ops.triton_common import (
+    cdiv,
     check_heads,
     constants,
     empty_heads,
     load_fp32,
+    next_power_of_2,
+    on_device,
     padded,
     rows_of_heads,
     store_as,
@@ -40,10 +45,40 @@ def depth_value_mix(q_bhte: Tensor, keys: Sequence[Tensor], values: Sequence[Ten
     check_heads("depth_attention", h, num_kv_heads)
     entries = {f"{name}s[{j}]": x for name, xs in (("key", keys), ("value", values)) for j, x in enumerate(xs)}
     expect("depth_attention", q_bhte, **{name: (x, (b, num_kv_heads, t, e)) for name, x in entries.items()})
-    return forward(q_bhte, list(keys), list(values))[0]
+    return call(ValueMix, q_bhte, *keys, *values)
 
 
-@torch.library.custom_op(operator_name(__name__, "depth_value_mix"), mutates_args=())
+class ValueMix(torch.autograd.Function):
+    """Returns vmix_bkte of q_bhte, all keys and all values."""
+
+    @staticmethod
+    def forward(ctx, q, *entries):
+        mix, lse = forward(q, *_halves(entries))
+        ctx.save_for_backward(q, mix, lse, *entries)
+        return mix
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, mix, lse, *entries = ctx.saved_tensors
+        grad_q, grad_keys, grad_values = backward(grad, q, mix, lse, *_halves(entries))
+        return grad_q, *grad_keys, *grad_values
+
+
+def _halves(entries):
+    return list(entries[: len(entries) // 2]), list(entries[len(entries) // 2 :])
+
+
+def _outputs(q_bhte, keys, values):
+    mix = empty_heads(values[0], common_dtype(values))
+    return mix, mix.new_empty(mix.transpose(1, 2).shape[:3], dtype=torch.float32)
+
+
+def _gradients(grad_bkte, q_bhte, mix_bkte, lse_btk, keys, values):
+    return empty_heads(q_bhte), [empty_heads(x) for x in keys], [empty_heads(x) for x in values]
+
+
+@register(__name__, "depth_value_mix", _outputs)
 def forward(q_bhte: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return vmix_bkte in the widest dtype of the values, and the log-sum-exp of the scores, lse_btk, in fp32."""
     key, value = ([rows_of_heads(x) for x in xs] for xs in (keys, values))
@@ -53,7 +88,7 @@ def forward(q_bhte: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[T
     return mix.transpose(1, 2), lse
 
 
-@torch.library.custom_op(operator_name(__name__, "depth_value_mix_backward"), mutates_args=())
+@register(__name__, "depth_value_mix_backward", _gradients)
 def backward(
     grad_bkte: Tensor, q_bhte: Tensor, mix_bkte: Tensor, lse_btk: Tensor, keys: list[Tensor], values: list[Tensor]
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -66,34 +101,6 @@ def backward(
     _launch(depth_attention_backward, q_bhte, tensors, key)
     grad_keys, grad_values = ([x.transpose(1, 2) for x in xs] for xs in grads)
     return grad_q.transpose(1, 2), grad_keys, grad_values
-
-
-@forward.register_fake
-def _(q_bhte, keys, values):
-    mix = empty_heads(values[0], common_dtype(values))
-    return mix, mix.new_empty(mix.transpose(1, 2).shape[:3], dtype=torch.float32)
-
-
-@backward.register_fake
-def _(grad_bkte, q_bhte, mix_bkte, lse_btk, keys, values):
-    return empty_heads(q_bhte), [empty_heads(x) for x in keys], [empty_heads(x) for x in values]
-
-
-def _setup_context(ctx, inputs, output):
-    q, keys, values = inputs
-    ctx.save_for_backward(q, *output, *keys, *values)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, grad, _):
-    q, mix, lse, *entries = ctx.saved_tensors
-    keys, values = entries[: len(entries) // 2], entries[len(entries) // 2 :]
-    if grad is None:
-        return None, [None] * len(keys), [None] * len(values)
-    return backward(grad, q, mix, lse, keys, values)
-
-
-forward.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 class Entries(NamedTuple):
@@ -119,10 +126,10 @@ class Settings(NamedTuple):
 
 def _launch(kernel, q_bhte, tensors, keys_btke):
     (b, h, t, e), num_kv_heads = q_bhte.shape, keys_btke[0].shape[2]
-    groups, rows, padded_size = h // num_kv_heads, b * t * num_kv_heads, triton.next_power_of_2(e)
+    groups, rows, padded_size = h // num_kv_heads, b * t * num_kv_heads, next_power_of_2(e)
     settings = constants(Settings, e**-0.5 / groups, groups, e, padded_size, max(1, TILE // padded_size))
-    with torch.cuda.device_of(q_bhte):
-        grid = (triton.cdiv(rows, settings.rows.value),)
+    with on_device(q_bhte):
+        grid = (cdiv(rows, settings.rows.value),)
         kernel[grid](rows_of_heads(q_bhte), *tensors, rows, len(keys_btke), settings, num_warps=4)
 
 

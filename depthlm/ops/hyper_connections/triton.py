@@ -10,10 +10,10 @@ k columns of the projection of a stream, n + 2, or c, if padded to the 16 that `
 import torch
 from torch import Tensor
 
-from depthlm.ops.autograd import operator_name
 from depthlm.ops.dtypes import compute_dtype
 from depthlm.ops.hyper_connections.cpu import Dynamic, Static
 from depthlm.ops.hyper_connections.cpu import hyper_post_pre as static_post_pre
+from depthlm.ops.library import register
 from depthlm.ops.mhc.cpu import Pending, Result
 from depthlm.ops.mhc.triton_streams import (
     FORWARD_WARPS,
@@ -36,7 +36,7 @@ from depthlm.ops.mhc.triton_streams import (
     write_backward,
     zeros,
 )
-from depthlm.ops.triton_common import load_fp32, store_as, tl, triton
+from depthlm.ops.triton_common import cdiv, load_fp32, store_as, tl, triton
 
 
 def hyper_post_pre(
@@ -52,7 +52,17 @@ def hyper_post_pre(
     return write_and_read((forward, backward), x_btnd, pending, [w_md, *static, scale], settings, rebuild)
 
 
-@torch.library.custom_op(operator_name(__name__, "hyper_post_pre"), mutates_args=())
+def _outputs(sources, parameters, eps, dtype):
+    b, t, n, _ = sources[0].shape
+    return empty_outputs(sources, [b, t, n], [b, t, n, n + 2], [b, t, n])
+
+
+def _gradients(grads, sources, new, parameters, kept, eps, dtype):
+    count = sum(parameter.numel() for parameter in parameters)
+    return [*map(torch.empty_like, sources), kept[0].new_empty(count)]
+
+
+@register(__name__, "hyper_post_pre", _outputs)
 def forward(sources: Tensors, parameters: Tensors, eps: float, dtype: torch.dtype) -> Tensors:
     """Return input_btd, X'_btnd, post_btn, res_btij, pre_btn, and W x / rms and 1 / rms of each stream."""
     outputs = _outputs(sources, parameters, eps, dtype)
@@ -62,7 +72,7 @@ def forward(sources: Tensors, parameters: Tensors, eps: float, dtype: torch.dtyp
     return outputs
 
 
-@torch.library.custom_op(operator_name(__name__, "hyper_post_pre_backward"), mutates_args=())
+@register(__name__, "hyper_post_pre_backward", _gradients)
 def backward(
     grads: Tensors, sources: Tensors, new: Tensor, parameters: Tensors, kept: Tensors, eps: float, dtype: torch.dtype
 ) -> Tensors:
@@ -71,23 +81,11 @@ def backward(
     grad_sources = [torch.empty_like(x) for x in sources]
     count = sum(parameter.numel() for parameter in parameters)
     # aligned rows, so that they are written in pieces of 128 bits
-    width = triton.cdiv(count, 32) * 32
-    partial_sums = pre.new_empty(triton.cdiv(b * t, POSITIONS), width)
+    width = cdiv(count, 32) * 32
+    partial_sums = pre.new_empty(cdiv(b * t, POSITIONS), width)
     tensors = new, [w, scale], kept, grads, grad_sources, [torch.empty_like(projected), partial_sums]
     launch(hyper_connections_backward, sources, *tensors, width, _settings(new, eps, dtype))
     return [*grad_sources, partial_sums[:, :count].sum(0)]
-
-
-@forward.register_fake
-def _outputs(sources, parameters, eps, dtype):
-    b, t, n, _ = sources[0].shape
-    return empty_outputs(sources, [b, t, n], [b, t, n, n + 2], [b, t, n])
-
-
-@backward.register_fake
-def _(grads, sources, new, parameters, kept, eps, dtype):
-    count = sum(parameter.numel() for parameter in parameters)
-    return [*map(torch.empty_like, sources), kept[0].new_empty(count)]
 
 
 def _settings(x, eps, dtype):

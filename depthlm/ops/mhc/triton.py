@@ -12,8 +12,9 @@ m = n (n + 2) or 2 n, r columns of H_res, g columns of H_pre and H_post (gates),
 import torch
 from torch import Tensor
 
-from depthlm.ops.autograd import operator_name, present
+from depthlm.ops.autograd import present
 from depthlm.ops.dtypes import compute_dtype, no_autocast
+from depthlm.ops.library import register
 from depthlm.ops.mhc.cpu import PAPER, Form, Parameters, Pending, Result
 from depthlm.ops.mhc.triton_streams import (
     FORWARD_WARPS,
@@ -35,7 +36,7 @@ from depthlm.ops.mhc.triton_streams import (
     write_backward,
     zeros,
 )
-from depthlm.ops.triton_common import load_fp32, store_as, tl, triton
+from depthlm.ops.triton_common import cdiv, load_fp32, store_as, tl, triton
 
 # columns per chunk of 3 or 4 streams
 COLUMNS = 32
@@ -64,7 +65,18 @@ def mhc_post_pre(
     return write_and_read((forward, backward), x_btnd, pending, weights, settings, rebuild, identity)
 
 
-@torch.library.custom_op(operator_name(__name__, "mhc_post_pre"), mutates_args=())
+def _outputs(sources, parameters, eps, iterations, form, dtype):
+    (b, t, _, _), phi = sources[0].shape, parameters[0]
+    outputs = empty_outputs(sources, [b, t, len(phi)], [b, t], identity=len(parameters[-1]) == 2)
+    return [*outputs, phi.new_empty(phi.shape, dtype=dtype)]
+
+
+def _gradients(grads, sources, new, parameters, kept, eps, iterations, form, dtype):
+    *separate, bias, alpha = parameters
+    return [*map(torch.empty_like, [*sources, *separate]), kept[1].new_empty(len(bias) + len(alpha))]
+
+
+@register(__name__, "mhc_post_pre", _outputs)
 def forward(
     sources: Tensors, parameters: Tensors, eps: float, iterations: int, form: list[float], dtype: torch.dtype
 ) -> Tensors:
@@ -84,7 +96,7 @@ def forward(
     return [*outputs, low]
 
 
-@torch.library.custom_op(operator_name(__name__, "mhc_post_pre_backward"), mutates_args=())
+@register(__name__, "mhc_post_pre_backward", _gradients)
 def backward(
     grads: Tensors, sources: Tensors, new: Tensor, parameters: Tensors, kept: Tensors,
     eps: float, iterations: int, form: list[float], dtype: torch.dtype,
@@ -97,7 +109,7 @@ def backward(
     settings = settings_of(new, COLUMNS, eps, dtype, identity, form)
     grad_sources = [torch.empty_like(x) for x in sources]
     grad_projected = torch.empty_like(projected, dtype=new.dtype)
-    partial_sums = scale.new_empty(triton.cdiv(b * t, POSITIONS), len(bias) + len(alpha))
+    partial_sums = scale.new_empty(cdiv(b * t, POSITIONS), len(bias) + len(alpha))
     sums = [] if identity else [scale.new_empty(b * t, iterations, 2, settings.padded.value)]
     scratch = [grad_projected, partial_sums, *sums]
     tensors = new, [low, bias, alpha], [projected, scale], grads, grad_sources, scratch
@@ -107,19 +119,6 @@ def backward(
         grad_phi = (grad_projected.view(b * t, -1).mT @ new.view(b * t, n * d)).to(phi.dtype)
     grads_of_product = [grad_phi * norm[0], (grad_phi * phi).sum(0)] if norm else [grad_phi]
     return [*grad_sources, *grads_of_product, partial_sums.sum(0)]
-
-
-@forward.register_fake
-def _outputs(sources, parameters, eps, iterations, form, dtype):
-    (b, t, _, _), phi = sources[0].shape, parameters[0]
-    outputs = empty_outputs(sources, [b, t, len(phi)], [b, t], identity=len(parameters[-1]) == 2)
-    return [*outputs, phi.new_empty(phi.shape, dtype=dtype)]
-
-
-@backward.register_fake
-def _(grads, sources, new, parameters, kept, eps, iterations, form, dtype):
-    *separate, bias, alpha = parameters
-    return [*map(torch.empty_like, [*sources, *separate]), kept[1].new_empty(len(bias) + len(alpha))]
 
 
 @triton.jit

@@ -17,13 +17,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from depthlm.ops.autograd import call, operator_name, present
+from depthlm.ops.autograd import call, present
 from depthlm.ops.backend import expect
 from depthlm.ops.dtypes import common_dtype
+from depthlm.ops.library import register
 from depthlm.ops.mhc.cpu import PAPER, Pending, Result
 from depthlm.ops.mhc.rebuilding import mark_write, save_streams, saved_streams, written
-from depthlm.ops.triton_common import constants, load_fp32, store_as, tl, triton, triton_type
+from depthlm.ops.triton_common import (
+    cdiv,
+    constants,
+    load_fp32,
+    next_power_of_2,
+    on_device,
+    store_as,
+    tl,
+    triton,
+    triton_type,
+)
 
 # positions per program, which are the rows of its matrix products: tl.dot requires 16
 POSITIONS = 16
@@ -62,8 +74,8 @@ def settings_of(
     """
     n, d = x_btnd.shape[2:]
     most = 64 if n <= 2 else columns if n <= 4 else 16
-    columns = min(most, max(16, triton.next_power_of_2(d)))
-    padded = max(4, triton.next_power_of_2(n))
+    columns = min(most, max(16, next_power_of_2(d)))
+    padded = max(4, next_power_of_2(n))
     return constants(Settings, n, padded, POSITIONS, columns, eps, triton_type(dtype), identity, *form)
 
 
@@ -119,6 +131,7 @@ class WriteAndRead(torch.autograd.Function):
         return tuple(outputs[:results])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):
         saved = _contiguous(saved_streams(ctx))
         if ctx.rebuilds:
@@ -139,17 +152,14 @@ def write_again(node: Any) -> Tensor:
     return write_streams(_contiguous(saved_streams(node)[: node.counts[0]]))
 
 
-@torch.library.custom_op(operator_name(__name__, "write_streams"), mutates_args=())
+@register(__name__, "write_streams", lambda sources: torch.empty_like(sources[0]))
 def write_streams(sources: Tensors) -> Tensor:
     """Return X'_btnd = H_res X + H_post^T y, with the same bits as `mhc_post_pre` and `hyper_post_pre` in Triton."""
     x_btnd = sources[0]
     new_btnd = torch.empty_like(x_btnd)
     settings = settings_of(x_btnd, WRITE_COLUMNS, 0.0, x_btnd.dtype, len(sources) == 3)
-    launch(mhc_write, sources, new_btnd, settings, chunks=triton.cdiv(x_btnd.shape[-1], settings.columns.value))
+    launch(mhc_write, sources, new_btnd, settings, chunks=cdiv(x_btnd.shape[-1], settings.columns.value))
     return new_btnd
-
-
-write_streams.register_fake(lambda sources: torch.empty_like(sources[0]))
 
 
 def empty_outputs(sources: Tensors, *shapes: list[int], identity: bool = False) -> Tensors:
@@ -168,8 +178,8 @@ def launch(kernel: Any, sources: Tensors, *arguments: Any, chunks: int = 1, warp
     """
     b, t, _, d = sources[0].shape
     *others, settings = (tuple(y) if isinstance(y, list) else y for y in arguments)
-    with torch.cuda.device_of(sources[0]):
-        kernel[triton.cdiv(b * t, POSITIONS), chunks](tuple(sources), *others, b * t, d, settings, num_warps=warps)
+    with on_device(sources[0]):
+        kernel[cdiv(b * t, POSITIONS), chunks](tuple(sources), *others, b * t, d, settings, num_warps=warps)
 
 
 def _contiguous(tensors: Sequence[Tensor]) -> Tensors:

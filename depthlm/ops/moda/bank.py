@@ -58,7 +58,7 @@ class GradientSums:
         newest = None
         if self.task == current_pass() and index in self.written:
             assert self.sums_n2btke is not None
-            key, value = self.sums_n2btke[index].transpose(2, 3)
+            key, value = self.sums_n2btke[index].transpose(2, 3).unbind()
             newest = key, value
         if last:
             self.sums_n2btke = None
@@ -80,7 +80,7 @@ class Bank:
             b, k, t, e = k_bkte.shape
             self.entries_n2btke = k_bkte.new_empty(self.capacity, 2, b, t, k, e)
         # .data has its own version counter: for autograd, the entries that other attentions saved do not change
-        key, value = self.entries_n2btke[index].data.transpose(2, 3)
+        key, value = self.entries_n2btke[index].data.transpose(2, 3).unbind()
         torch._foreach_copy_([key, value], [k_bkte, v_bkte])
         return key, value
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from depthlm.ops.autograd import call, parts
 from depthlm.ops.backend import chosen, operator, using
@@ -100,6 +101,7 @@ class DepthMerge(torch.autograd.Function):
         return context_bhte
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_bhte: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, context, merged_bht, bank_n2btke = ctx.saved_tensors
         saved = q, k, v, context, merged_bht

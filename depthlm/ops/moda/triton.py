@@ -17,13 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from depthlm.ops.autograd import operator_name
 from depthlm.ops.backend import expect, interpreted
+from depthlm.ops.library import register
 from depthlm.ops.triton_common import (
     check_heads,
     constants,
     empty_heads,
     load_fp32,
+    next_power_of_2,
+    on_device,
     rows_of_heads,
     store_as,
     tl,
@@ -66,7 +68,15 @@ def _check(q_bhte: Tensor, entries_n2btke: Tensor, **shapes: Any) -> None:
     check_heads("moda", h, num_kv_heads)
 
 
-@torch.library.custom_op(operator_name(__name__, "moda_depth"), mutates_args=())
+def _outputs(q_bhte, out_bhte, lse_bht, entries_n2btke):
+    return empty_heads(q_bhte), lse_bht.new_empty(lse_bht.shape, dtype=torch.float32)
+
+
+def _gradient(grad_bhte, q_bhte, context_bhte, lse_bht, grad_q_bhte, entries_n2btke, sums_n2btke, fresh):
+    return empty_heads(q_bhte)
+
+
+@register(__name__, "moda_depth", _outputs)
 def forward(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke: Tensor) -> tuple[Tensor, Tensor]:
     """Return context_bhte in the dtype of q, and lse_bht in fp32, over sequence and depth; not differentiable."""
     q, lse = rows_of_heads(q_bhte), lse_bht.float().contiguous()
@@ -76,7 +86,7 @@ def forward(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke: T
     return context.transpose(1, 2), merged
 
 
-@torch.library.custom_op(operator_name(__name__, "moda_depth_backward"), mutates_args=("sums_n2btke",))
+@register(__name__, "moda_depth_backward", _gradient, mutates=["sums_n2btke"])
 def backward(
     grad_bhte: Tensor,
     q_bhte: Tensor,
@@ -94,16 +104,6 @@ def backward(
     tensors = [*queries, lse, entries_n2btke.contiguous(), total, sums_n2btke]
     _launch(moda_backward, q, tensors, entries_n2btke, fresh)
     return total.transpose(1, 2)
-
-
-@forward.register_fake
-def _(q_bhte, out_bhte, lse_bht, entries_n2btke):
-    return empty_heads(q_bhte), lse_bht.new_empty(lse_bht.shape, dtype=torch.float32)
-
-
-@backward.register_fake
-def _(grad_bhte, q_bhte, context_bhte, lse_bht, grad_q_bhte, entries_n2btke, sums_n2btke, fresh):
-    return empty_heads(q_bhte)
 
 
 class Settings(NamedTuple):
@@ -128,13 +128,13 @@ def _launch(kernel, q_bthe, tensors, entries_n2btke, *numbers):
     dtype = entries_n2btke.dtype if entries_n2btke.dtype == q_bthe.dtype and not interpreted() else torch.float32
     settings, warps = settings_of(e, num_kv_heads, h // num_kv_heads, dtype)
     rows = b * t * num_kv_heads
-    with torch.cuda.device_of(q_bthe):
+    with on_device(q_bthe):
         kernel[(rows,)](q_bthe, *tensors, rows, t, n, *numbers, settings, num_warps=warps)
 
 
 def settings_of(e: int, num_kv_heads: int, groups: int, dtype: torch.dtype) -> tuple[Settings, int]:
     """Return the constants of a kernel, and its warps."""
-    padded_size = max(16, triton.next_power_of_2(e))
+    padded_size = max(16, next_power_of_2(e))
     # with more bytes, shared memory would be too small on some GPUs
     nbytes = padded_size * dtype.itemsize
     sizes = num_kv_heads, groups, e, padded_size, triton_type(dtype)
