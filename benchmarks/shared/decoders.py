@@ -29,7 +29,7 @@ Weights = dict[str, Tensor]
 class Training(NamedTuple):
     """What train.py trains: the engine, the arithmetic of a batch, and a batch [accumulation, micro_batch, T + 1].
 
-    graphs: as of `make_graphs`.
+    graphs: see `make_graphs`.
     """
 
     engine: Any

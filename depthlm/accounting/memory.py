@@ -93,7 +93,14 @@ class MemoryEstimator:
         # above ZeRO 0, DeepSpeed moves each gradient to its own buffers as soon as it is computed
         traced = self._trace(stage, micro_batch_size, checkpointing, accumulating=stage > 0 or accumulation > 1)
         peak = traced.peak - (states.gradients if stage == 0 and accumulation == 1 else 0.0)
-        return replace(states, activations=max(peak + self._waste(peak, checkpointing), states.activations))
+        peak += self._waste(peak, checkpointing)
+        # the activations of a graph stay reserved during the update
+        activations = peak + states.activations if self.has_graphs(stage) else max(peak, states.activations)
+        return replace(states, activations=activations)
+
+    def has_graphs(self, stage: int) -> bool:
+        """Return whether a run may replay CUDA graphs (`training.cuda_graphs`)."""
+        return self.device == "cuda" and stage == 0 and self.config.training.cuda_graphs is not False
 
     def states(self, stage: int, ranks: int, accumulation: int = 1) -> Memory:
         """Return the memory under a ZeRO stage (arXiv 1910.02054) that does not depend on the micro-batch.
@@ -105,8 +112,10 @@ class MemoryEstimator:
         total, precision, sharding = self.whole.parameters, self.config.precision.name, self.config.deepspeed
         resident = self.rank.parameters if stage < 3 else total
         if stage == 0:
-            # the weights are fp32, under autocast for bf16; on several ranks, a bucket of gradients is copied at a time
-            flat = 4.0 * min(resident, bucket_elements(sharding, stage)) if ranks > 1 else 0.0
+            # the weights are fp32, under autocast for bf16; on several ranks, a bucket of gradients is copied at a time, or
+            # all of them after a graph
+            copied = resident if self.has_graphs(stage) else min(resident, bucket_elements(sharding, stage))
+            flat = 4.0 * copied if ranks > 1 else 0.0
             if ranks > 1 and sharding.communication_data_type in ("bf16", "fp16"):
                 flat += 2.0 * resident
             weights, flat = 4.0 * resident, flat + self._waste(flat)

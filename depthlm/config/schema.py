@@ -215,7 +215,9 @@ class DeepSpeed:
         50_000_000, "ZeRO 3: weight elements to gather ahead of their use", minimum=0, on_resume="free"
     )
     overlap_comm: bool = key(
-        False, "ZeRO 1 and above: reduce gradients during the backward pass, as ZeRO 0 always does", on_resume="free"
+        False,
+        "ZeRO 1 and above: reduce gradients during the backward pass, as ZeRO 0 does without CUDA graphs",
+        on_resume="free",
     )
     communication_data_type: Literal["auto", "fp32", "bf16", "fp16"] = key(
         "auto", "dtype in which gradients are reduced over the ranks; auto: that of the weights", on_resume="logged"

@@ -289,10 +289,10 @@ def recomputed(layer: Callable, position: int, how: bool | int | str, kernels: s
     if how != SELECTIVE and position % int(how):
         return layer
     contexts = _selective if how == SELECTIVE else _contexts
-    # the state of the generator cannot be read in a capture; layers that draw from it are not captured
-    draws = not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    # a capture cannot read the state of the generator; layers that draw from it are not captured
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     context_fn = partial(contexts, kernels)
-    return partial(checkpoint, layer, use_reentrant=False, preserve_rng_state=draws, context_fn=context_fn)
+    return partial(checkpoint, layer, use_reentrant=False, preserve_rng_state=not capturing, context_fn=context_fn)
 
 
 def _contexts(kernels: str) -> tuple[AbstractContextManager, AbstractContextManager]:

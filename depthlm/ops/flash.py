@@ -38,10 +38,13 @@ def gpu_flash(q_bhte: Tensor) -> bool:
 
 def by_cudnn(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, causal: bool) -> bool:
     """Return whether PyTorch computes this attention on a GPU with cuDNN, which on Hopper is 1.5 times as fast."""
-    if not torch.cuda.is_available():
+    # for each number of cached tokens, cuDNN would make another plan
+    if not torch.cuda.is_available() or q_bhte.shape[2] != k_bkte.shape[2]:
         return False
     grouped = q_bhte.shape[1] != k_bkte.shape[1]
-    choice = torch._fused_sdp_choice(q_bhte, k_bkte, v_bkte, None, 0.0, causal, scale=None, enable_gqa=grouped)
+    # within an autograd function, PyTorch would not ask for a backward pass
+    with torch.enable_grad():
+        choice = torch._fused_sdp_choice(q_bhte, k_bkte, v_bkte, None, 0.0, causal, scale=None, enable_gqa=grouped)
     return choice == SDPBackend.CUDNN_ATTENTION.value
 
 

@@ -11,10 +11,12 @@ buckets of gradients are reduced after the last replay: in a graph, NCCL would n
 whose capture fails must still meet the others.
 """
 
+import gc
 import logging
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -25,9 +27,8 @@ from torch import Tensor, nn
 
 from depthlm.config import Config
 from depthlm.data.sampler import inputs_and_targets
-from depthlm.model import Decoder
-from depthlm.model.attention.delta import DeltaAttention
 from depthlm.model.experts import Routing
+from depthlm.model.layer import UNOBSERVED, Observer
 from depthlm.training.engine import Engine
 from depthlm.training.plan import Plan
 
@@ -35,12 +36,13 @@ log = logging.getLogger("depthlm")
 
 # steps without a graph, in which kernels are compiled and libraries allocate their memory
 EAGER_STEPS = 2
-# packages whose frames do not say where a capture has failed
+# parts of paths whose frames do not say where a capture has failed
 LIBRARIES = {"torch", "deepspeed", "triton"}
+GENERATED = "torchinductor"
 
 
 class Passes(NamedTuple):
-    """The results of a forward and a backward pass. sums: [nll, loss], summed over tokens. routing: of the experts."""
+    """The results of a micro-batch. sums: [nll, loss], summed over tokens. routing: of the experts."""
 
     sums: Tensor
     routing: Routing | None
@@ -56,8 +58,8 @@ class Captured(NamedTuple):
 class Backend(Protocol):
     """What captures and replays. Tests on a CPU have another one, which runs the function again."""
 
-    def warm_up(self) -> AbstractContextManager[None]:
-        """Return a context for the steps before a capture."""
+    def warm_up(self) -> AbstractContextManager[list[str]]:
+        """Return a context for the passes before a capture. It yields a list, at its end of the lines that wait."""
         ...
 
     def capture(self, function: Callable[[], Any]) -> Captured:
@@ -73,19 +75,31 @@ class CudaGraphs:
     """Captures on a stream of its own, as PyTorch requires, into one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
+        self.device, self.stream = device, torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
-    def warm_up(self) -> Iterator[None]:
-        """Run on the stream of the capture: autograd would otherwise add gradients on the one of the first backward."""
+    def warm_up(self) -> Iterator[list[str]]:
+        """Run on the stream of the capture: autograd adds gradients on the stream of the first backward pass."""
+        waits: list[str] = []
+        mode = torch.cuda.get_sync_debug_mode()
         self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            yield
+        with warnings.catch_warnings(record=True) as caught, torch.cuda.stream(self.stream):
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield waits
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
         torch.cuda.current_stream().wait_stream(self.stream)
+        for warning in caught:
+            if "synchronizing CUDA operation" in str(warning.message):
+                waits.append(f"{warning.filename}:{warning.lineno}")
+            elif "Synchronization debug mode" not in str(warning.message):
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
     def capture(self, function: Callable[[], Any]) -> Captured:
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # other threads, such as the one that pins the memory of batches, may call CUDA meanwhile
         settings: dict[str, Any] = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
         failure: BaseException | None = None
@@ -96,15 +110,21 @@ class CudaGraphs:
                 except BaseException as error:
                     failure = error
                     raise
-        except RuntimeError:
-            # the end of a capture that has failed raises an error that hides the cause
-            if failure is not None:
-                raise failure from None
-            raise
+        except RuntimeError as error:
+            # the end of a capture that has failed raises an error that hides the cause, and then leaves its stream and
+            # its pool in use
+            torch.cuda.set_stream(stream)
+            for function_name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+                with suppress(RuntimeError, AttributeError):
+                    getattr(torch._C, function_name)(self.device.index or 0, self.pool)
+            raise (failure or error) from None
+        finally:
+            # with its traceback it would keep the memory of the capture
+            failure = None
         return Captured(graph.replay, results)
 
     def random_state(self) -> Tensor:
-        return torch.cuda.get_rng_state(self.stream.device)
+        return torch.cuda.get_rng_state(self.device)
 
 
 class MicroBatchGraphs:
@@ -113,11 +133,11 @@ class MicroBatchGraphs:
     captured: the number of captures. reason: why one has failed; all later steps run without graphs.
     """
 
-    def __init__(self, engine: Engine, z_loss: float, scale: float, backend: Callable[[], Backend]) -> None:
-        """z_loss: its weight. scale: the factor of the loss. backend: makes a backend, with a pool of memory."""
-        self.engine, self.z_loss, self.scale, self.make_backend = engine, z_loss, scale, backend
+    def __init__(self, engine: Engine, z_loss: float, factor: float, backend: Callable[[], Backend]) -> None:
+        """z_loss: its weight. factor: of the loss. backend: makes a backend, with a pool of memory."""
+        self.engine, self.z_loss, self.factor, self.make_backend = engine, z_loss, factor, backend
         self.parameters: list[nn.Parameter] = [p for p in engine.model.parameters() if p.requires_grad]
-        self.eager_steps, self.captured = 0, 0
+        self.steps, self.captured = 0, 0
         self.reason: str | None = None
         self.max_documents: int | None = None
         self.release()
@@ -133,7 +153,7 @@ class MicroBatchGraphs:
     def make_room(self, batch: Tensor) -> None:
         """Let a micro-batch have as many documents as in a batch [accumulation, micro_batch, T + 1] on the host.
 
-        A graph has a static number of documents; it grows by powers of two, since each change needs another capture.
+        A graph has a static number of documents, a power of two, since each change needs another capture.
         """
         model = self.engine.model
         if model.end_of_text is None or self.reason is not None:
@@ -141,83 +161,88 @@ class MicroBatchGraphs:
         ends = (batch == model.end_of_text) | (batch == ~model.end_of_text)
         needed = int(ends.sum((1, 2)).max()) + batch.shape[1]
         if self.max_documents is None or needed > self.max_documents:
-            self.max_documents = 1 << max(needed, 4 * batch.shape[1]).bit_length()
+            self.max_documents = 1 << (max(needed, 4 * batch.shape[1]) - 1).bit_length()
             self.release()
 
     def begin_step(self) -> bool:
-        """Begin a step. Return whether `run` runs its micro-batches; if not, the step belongs into `warm_up`."""
+        """Begin a step. Return whether `run` runs its micro-batches; it does not after a capture has failed."""
         if self.reason is not None:
             return False
-        self.eager_steps += 1
-        if self.eager_steps <= EAGER_STEPS:
-            return False
+        self.steps += 1
         if self.addresses != self._addresses():
             self.release()
         return True
-
-    @contextmanager
-    def warm_up(self) -> Iterator[None]:
-        """Return the context for a step without graphs."""
-        if self.reason is not None:
-            yield
-            return
-        state = self.backend.random_state()
-        with self.backend.warm_up():
-            yield
-        if self.engine.model.activation_checkpointing and not torch.equal(state, self.backend.random_state()):
-            self.fail("a layer draws random numbers, which its recomputation in a graph would draw again")
 
     def run(self, tokens: Tensor, seeds_b: Tensor | None, is_first: bool) -> Passes:
         """Add the gradients of a micro-batch [micro_batch, T + 1], which are not reduced over ranks.
 
         seeds_b: of dropout. is_first: whether it is the first of a step. The results are valid until the next call.
         """
-        given = [tokens] if seeds_b is None else [tokens, seeds_b]
+        inputs = [tokens] if seeds_b is None else [tokens, seeds_b]
+        if self.reason is None and self.steps <= EAGER_STEPS:
+            return self._warm_up(inputs)
         if self.reason is None and is_first not in self.graphs:
-            self._capture(given, is_first)
+            self._capture(inputs, is_first)
         if self.reason is not None:
-            return self._passes(given)
-        for static, new in zip(self.inputs, given, strict=True):
+            return self._passes(inputs)
+        for static, new in zip(self.inputs, inputs, strict=True):
             static.copy_(new, non_blocking=True)
         self.graphs[is_first].replay()
-        self._attach_gradients(self.gradients)
+        self._attach(self.gradients)
         return self.graphs[is_first].results
 
-    def _capture(self, given: Sequence[Tensor], is_first: bool) -> None:
-        self.inputs = self.inputs or [x.clone() for x in given]
+    def _warm_up(self, inputs: Sequence[Tensor]) -> Passes:
+        """Run the passes without a graph. What a graph cannot hold is found here, since a failed capture costs memory.
+
+        A recomputation draws the numbers of its first pass again, whose state a capture cannot read. The first step
+        may wait, where kernels are compiled.
+        """
+        state = self.backend.random_state()
+        with self.backend.warm_up() as waits:
+            results = self._passes(inputs)
+        if self.engine.model.activation_checkpointing and not torch.equal(state, self.backend.random_state()):
+            self.fail("a layer that is recomputed draws random numbers")
+        elif waits and self.steps == EAGER_STEPS:
+            self.fail(f"the host waits for the GPU at {waits[0]}")
+        return results
+
+    def _capture(self, inputs: Sequence[Tensor], is_first: bool) -> None:
+        self.inputs = self.inputs or [x.clone() for x in inputs]
         try:
             self.graphs[is_first] = self.backend.capture(partial(self._passes, self.inputs))
         except Exception as error:
-            self.fail(f"{line_of(error)}: {(str(error) or type(error).__name__).splitlines()[0]}")
-            # a capture has computed nothing, and its memory is free again
-            self.graphs.clear()
-            self._attach_gradients(None if is_first else self.gradients)
-        else:
-            self.captured += 1
-            if is_first:
-                self.gradients = [p.grad for p in self.parameters]
+            message = (str(error) or type(error).__name__).splitlines()[0]
+            self.fail(f"a capture failed at {line_of(error)}: {message}")
+        if self.reason is not None:
+            # the capture has computed nothing
+            self._attach(None if is_first else self.gradients)
+            self.graphs, self.inputs, self.gradients = {}, [], []
+            gc.collect()
+            if self.engine.device.type == "cuda":
+                torch.cuda.empty_cache()
+            return
+        self.captured += 1
+        if is_first:
+            self.gradients = [p.grad for p in self.parameters]
 
     def fail(self, reason: str) -> None:
         """Train without graphs from now on."""
         self.reason = reason
         log.warning("the run continues without CUDA graphs: %s", reason)
 
-    def _passes(self, given: Sequence[Tensor]) -> Passes:
-        inputs, targets = inputs_and_targets(given[0])
+    def _passes(self, inputs: Sequence[Tensor]) -> Passes:
         model = self.engine.model
         model.max_documents = self.max_documents
         try:
             with self.engine.unreduced():
-                sums = self.engine(inputs, targets, seeds_b=given[1] if len(given) > 1 else None)
-                loss = sums.total(self.z_loss)
-                self.engine.backward(loss * self.scale)
+                passes, loss = run_forward(self.engine, inputs[0], (*inputs, None)[1], self.z_loss)
+                self.engine.backward(loss * self.factor)
         finally:
             # batches of validation may have more
             model.max_documents = None
-        routing = None if sums.routing is None else Routing(*(x.detach() for x in sums.routing))
-        return Passes(torch.stack((sums.nll.detach(), loss.detach())), routing)
+        return passes
 
-    def _attach_gradients(self, gradients: Sequence[Tensor | None] | None) -> None:
+    def _attach(self, gradients: Sequence[Tensor | None] | None) -> None:
         for parameter, gradient in zip(self.parameters, gradients or repeat(None), strict=False):
             parameter.grad = gradient
 
@@ -225,35 +250,45 @@ class MicroBatchGraphs:
         return [p.data_ptr() for p in self.parameters]
 
 
+def run_forward(
+    engine: Engine, tokens: Tensor, seeds_b: Tensor | None, z_loss: float, observer: Observer = UNOBSERVED
+) -> tuple[Passes, Tensor]:
+    """Run the forward pass of a micro-batch [micro_batch, T + 1]. Return its results and the summed loss."""
+    inputs, targets = inputs_and_targets(tokens)
+    results = engine(inputs, targets, observer, seeds_b)
+    loss, routing = results.total(z_loss), results.routing
+    if routing is not None:
+        routing = Routing(*(x.detach() for x in routing))
+    return Passes(torch.stack((results.nll.detach(), loss.detach())), routing), loss
+
+
 def make_graphs(config: Config, plan: Plan, engine: Engine) -> MicroBatchGraphs | None:
     """Return the graphs of a run as training.cuda_graphs says, or None. Logs why a run cannot have them."""
     choice, device = config.training.cuda_graphs, engine.device
     if choice is False or (choice == "auto" and device.type != "cuda"):
         return None
-    if reason := why_not(config, engine.model, device):
+    if reason := why_not(config, device):
         log.info("training.cuda_graphs=%s: the run trains without CUDA graphs: %s", str(choice).lower(), reason)
         return None
     return MicroBatchGraphs(engine, config.training.z_loss, plan.loss_factor, partial(CudaGraphs, device))
 
 
-def why_not(config: Config, model: Decoder, device: torch.device) -> str | None:
-    """Return why the micro-batches of a run cannot be captured, or None."""
+def why_not(config: Config, device: torch.device) -> str | None:
+    """Return why the settings of a run exclude graphs, or None. `MicroBatchGraphs` finds what its code excludes."""
     if device.type != "cuda":
         return f"they need a GPU, and the device is {device.type}"
     if config.deepspeed.stage > 0:
-        return f"deepspeed.stage={config.deepspeed.stage} changes gradients and weights while a micro-batch runs"
+        return f"deepspeed.stage={config.deepspeed.stage} moves gradients or weights while a micro-batch runs"
     if config.deepspeed.experts > 1:
         return f"deepspeed.experts={config.deepspeed.experts}: how many tokens a rank gets is known when they are sent"
-    if model.mixtures() and config.precision.name == "fp32":
-        return "in fp32 the host computes one expert after the other, with the number of its tokens"
-    if model.end_of_text is not None and any(isinstance(layer.attention, DeltaAttention) for layer in model.layers):
-        return "Kimi Delta Attention needs the number of documents on the host (data.document_mask)"
+    if config.training.profile:
+        return "training.profile=true shows the operators of a step"
     return None
 
 
 def line_of(error: BaseException) -> str:
     """Return the innermost line of the code that led to an error, without libraries: `file.py:12, in read`."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [x for x in frames if not LIBRARIES & set(Path(x.filename).parts)]
+    own = [x for x in frames if not LIBRARIES & set(Path(x.filename).parts) and GENERATED not in x.filename]
     last = (own or frames)[-1]
     return f"{last.filename}:{last.lineno}, in {last.name}"

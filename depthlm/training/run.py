@@ -32,6 +32,7 @@ from depthlm.runs.directory import (
 from depthlm.training.checkpoint.init_from import check_token_ids
 from depthlm.training.checkpoint.restoring import find_resume_point, restore
 from depthlm.training.checkpoint.saving import NotSavedError, Saver
+from depthlm.training.graphs import EAGER_STEPS, make_graphs
 from depthlm.training.monitoring.describe import show_next_commands, show_summary
 from depthlm.training.monitoring.display import log_to, show_table
 from depthlm.training.monitoring.metrics import peak_memory_gib
@@ -136,7 +137,7 @@ def show_complete(config: Config, summary: dict[str, Any], rank: int) -> None:
 
 
 def dry_run(config: Config) -> None:
-    """Check a validated configuration, take two steps on the global batch, and print their peak memory and time.
+    """Check a validated configuration, take a few steps on the global batch, and print their peak memory and time.
 
     No run directory is written. Raises UserError if the run could not start.
     """
@@ -146,24 +147,26 @@ def dry_run(config: Config) -> None:
         setup = prepare_run(config, ranks, device, activity)
         on_rank_0(lambda: check_token_ids(config, setup.corpus.tokenizer))
         engine, cost = build(setup, import_initial=True)
-        plan, batch = setup.plan, setup.batches[0].to(device)
-        seconds = []
-        # the second step is timed: the first one allocates optimizer states and compiles
-        for _ in range(2):
+        plan, batch, graphs = setup.plan, setup.batches[0], make_graphs(config, setup.plan, engine)
+        if graphs is not None:
+            graphs.make_room(batch)
+        batch, seeds, seconds = batch.to(device), dropout_seeds(config, 0, setup.batches), []
+        losses: list[float] = []
+        # the last step is timed: the first one allocates optimizer states and compiles, and graphs are captured later
+        for _ in range(2 if graphs is None else EAGER_STEPS + 2):
             started = time.perf_counter()
-            nll = train_step(engine, batch, plan, config.training.z_loss, seeds=dropout_seeds(config, 0, setup.batches))
-            loss = nll / plan.tokens_per_step
+            losses.append(train_step(engine, batch, plan, config.training.z_loss, seeds=seeds, graphs=graphs))
             seconds.append(time.perf_counter() - started)
         if device.type == "cuda":
-            hours, source = seconds[1] * plan.max_steps * plan.world_size / 3600, "at the speed of this step"
+            hours, source = seconds[-1] * plan.max_steps * plan.world_size / 3600, "at the speed of this step"
         else:
             hours, source = gpu_hours(cost.flops_per_token * plan.total_tokens), ASSUMPTION
         rows = {
             "peak memory": f"{peak_memory_gib(device):.2f} GiB",
-            "step": f"{seconds[1]:.2f} s ({seconds[0]:.2f} s the first), "
-            f"{plan.tokens_per_step / seconds[1]:,.0f} tokens/s",
-            "whole run": f"about {duration_text(seconds[1] * plan.max_steps)} of steps",
+            "step": f"{seconds[-1]:.2f} s ({seconds[0]:.2f} s the first), "
+            f"{plan.tokens_per_step / seconds[-1]:,.0f} tokens/s",
+            "whole run": f"about {duration_text(seconds[-1] * plan.max_steps)} of steps",
             **cost_rows(hours, source, config.price),
-            "loss": f"{loss:.4f} after one step",
+            "loss": f"{losses[1] / plan.tokens_per_step:.4f} after one step",
         }
         show_table("One full-size step", rows, torch.distributed.get_rank())

@@ -2,17 +2,16 @@
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 
 from depthlm.config import Config
-from depthlm.data.sampler import Batches, inputs_and_targets
+from depthlm.data.sampler import Batches
 from depthlm.model.layer import UNOBSERVED, Observer
 from depthlm.model.parameters import generator_for
 from depthlm.training.engine import Engine
-from depthlm.training.graphs import MicroBatchGraphs
+from depthlm.training.graphs import MicroBatchGraphs, run_forward
 from depthlm.training.monitoring.meters import RoutingMeter
 from depthlm.training.plan import Plan
 
@@ -64,35 +63,31 @@ def train_step(
     totals = torch.zeros(2, device=batch.device)
     if routing is not None:
         routing.begin()
-    with nullcontext() if graphs is None or replays else graphs.warm_up():
-        for number, tokens in enumerate(batch, 1):
-            is_last, seeds_b = number == len(batch), None if seeds is None else seeds[number - 1]
-            # all ranks mark the same phases, also if a capture has failed on one of them
-            mark("forward")
-            if graphs is not None and replays:
-                sums, routed = graphs.run(tokens, seeds_b, is_first=number == 1)
-            else:
-                inputs, targets = inputs_and_targets(tokens)
-                results = engine(inputs, targets, observer, seeds_b)
-                loss, routed = results.total(z_loss), results.routing
-                sums = torch.stack((results.nll.detach(), loss.detach()))
-            totals += sums
-            if routing is not None and routed is not None:
-                routing.add(routed)
-            skip = None
-            if is_last:
-                mark("reducing the loss")
-                torch.distributed.all_reduce(totals)
-                skip = ~torch.isfinite(totals).all() | (totals[0] > highest)
-            mark("backward")
-            if replays:
-                engine.reduce()
-            else:
-                if skip is not None:
-                    # ZeRO 1 to 3 skip a non-finite gradient: all ranks then agree, and the host need not wait here
-                    loss = loss * torch.where(skip, math.nan, 1.0)
-                engine.backward(loss * plan.loss_factor)
-            nll = engine.step(totals[0] if is_last else None, skip)
+    for number, tokens in enumerate(batch, 1):
+        is_last, seeds_b = number == len(batch), None if seeds is None else seeds[number - 1]
+        # all ranks mark the same phases, also if a capture has failed on one of them
+        mark("forward")
+        if graphs is not None and replays:
+            passes = graphs.run(tokens, seeds_b, is_first=number == 1)
+        else:
+            passes, loss = run_forward(engine, tokens, seeds_b, z_loss, observer)
+        totals += passes.sums
+        if routing is not None and passes.routing is not None:
+            routing.add(passes.routing)
+        skip = None
+        if is_last:
+            mark("reducing the loss")
+            torch.distributed.all_reduce(totals)
+            skip = ~torch.isfinite(totals).all() | (totals[0] > highest)
+        mark("backward")
+        if replays:
+            engine.reduce()
+        else:
+            if skip is not None:
+                # ZeRO 1 to 3 skip a non-finite gradient: all ranks then agree, and the host need not wait here
+                loss = loss * torch.where(skip, math.nan, 1.0)
+            engine.backward(loss * plan.loss_factor)
+        nll = engine.step(totals[0] if is_last else None, skip)
     if routing is not None:
         routing.end(engine.step_applied())
     return nll

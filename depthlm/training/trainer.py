@@ -180,9 +180,8 @@ class Trainer:
         z_loss, observer = self.training.z_loss, meter or UNOBSERVED
         seeds = dropout_seeds(config, progress.step, self.batches)
         graphs = self.graphs if meter is None else None
-        if self.graphs is not None and graphs is None:
-            # the memory of a graph and of a step without one may not fit together
-            self.graphs.release()
+        if graphs is None:
+            self.release_graphs()
         nll = train_step(engine, batch, self.plan, z_loss, highest, mark, observer, self.routing, seeds, graphs)
         progress.step += 1
         progress.tokens += self.plan.tokens_per_step
@@ -190,6 +189,11 @@ class Trainer:
             self.sublayer_norms.write({"step": progress.step, **meter.row(loss_scale)})
         mark("synchronizing ranks")
         return Step(nll, lr, loss_scale, limit)
+
+    def release_graphs(self) -> None:
+        """Free the memory of the graphs for what runs without them; the next step captures again, in half a second."""
+        if self.graphs is not None:
+            self.graphs.release()
 
     def agree_on_what_is_due(self) -> Due:
         """Return what follows the last step: a signal, a clock or a written file on one rank counts for all."""
@@ -284,6 +288,7 @@ class Trainer:
 
     def validate(self) -> None:
         """Add the validation losses and the mechanism's diagnostics to the newest row of metrics."""
+        self.release_graphs()
         losses = self.validation_losses()
         diagnostics = mechanism_diagnostics(self.config, self.plan, self.corpus, self.engine)
         self.check_directory()
@@ -300,6 +305,7 @@ class Trainer:
         if self.saver.writing is not None:
             self.saver.finish()
         self.activity.mark("evaluating", step)
+        self.release_graphs()
         stopped = evaluate_checkpoint(
             self.config,
             step,

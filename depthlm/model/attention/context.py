@@ -16,14 +16,14 @@ from depthlm.ops.flash import Bounds, takes_documents
 class DocumentMask:
     """Which tokens the new tokens attend to: as a mask, or as the bounds of documents. Each is computed when needed."""
 
-    def __init__(self, begin_bt: Tensor, start: int, most: int | None = None):
+    def __init__(self, begin_bt: Tensor, start: int, max_documents: int | None = None):
         """begin_bt: the sequence index at which the document of each new token begins. start: cached tokens.
 
-        most: a limit of the number of documents of all sequences; None: unknown.
+        max_documents: all sequences together have at most this many; None: unknown.
         """
         self.begin_bt = begin_bt
         self.start = start
-        self.most = most
+        self.max_documents = max_documents
 
     @cached_property
     def mask_b1ts(self) -> Tensor:
@@ -44,12 +44,12 @@ class DocumentMask:
     def bounds(self) -> Bounds:
         """The bounds of the documents, without cached tokens.
 
-        With a limit of their number, empty ones follow the last. Without, the host waits for the GPU to know it.
+        With max_documents, empty ones follow the last. Without, the host waits for the GPU to know their number.
         """
         b, t = self.begin_bt.shape
         starts_bt = self.starts_bt
-        if self.most is not None:
-            number = torch.arange(1, self.most + 2, device=starts_bt.device)
+        if self.max_documents is not None:
+            number = torch.arange(1, self.max_documents + 2, device=starts_bt.device)
             return Bounds(torch.searchsorted(starts_bt.flatten().cumsum(0), number, out_int32=True), t)
         # meta tensors have no values, and the number of documents hardly affects the memory that is counted with them
         first = starts_bt[:, 0] if self.begin_bt.is_meta else starts_bt.flatten().nonzero()[:, 0]
@@ -68,9 +68,9 @@ class Documents(NamedTuple):
 
 
 def find_documents(
-    ends_bt: Tensor, start: int = 0, first_b1: Tensor | None = None, most: int | None = None
+    ends_bt: Tensor, start: int = 0, first_b1: Tensor | None = None, max_documents: int | None = None
 ) -> Documents:
-    """Return the documents of new tokens that follow `start` cached tokens. most: as of `DocumentMask`.
+    """Return the documents of new tokens that follow `start` cached tokens. max_documents: see `DocumentMask`.
 
     ends_bt: true where a token is the last of its document.
     first_b1: `next_b1` of the cached tokens; None: all of them belong to one document that has not ended.
@@ -80,7 +80,7 @@ def find_documents(
     first_b1 = torch.zeros_like(after_bt[:, :1]) if first_b1 is None else first_b1
     begin = torch.cat((first_b1, after_bt), dim=1).cummax(dim=1).values
     begin_bt = begin[:, :-1]
-    return Documents(index_t - begin_bt, DocumentMask(begin_bt, start, most), begin[:, -1:])
+    return Documents(index_t - begin_bt, DocumentMask(begin_bt, start, max_documents), begin[:, -1:])
 
 
 class Cache(Protocol):

@@ -135,12 +135,12 @@ def _flash_backward(
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, attn_mask=_added(mask, q)
         )
-    # the forward pass returned lengths, random state and a debug mask; that of cuDNN before them the shape of lse
-    *shape, first, second, longest, other, seed, offset, _ = rest
-    lengths = first, second, longest, other
-    if shape:
+    # the forward pass returned lengths, random state and a debug mask, and with cuDNN first the shape of its lse
+    *shapes, starts_q, starts_k, longest_q, longest_k, seed, offset, _ = rest
+    lengths = starts_q, starts_k, longest_q, longest_k
+    if shapes:
         return aten._scaled_dot_product_cudnn_attention_backward(
-            grad, q, k, v, out, lse.view(shape[0]), seed, offset, None, *lengths, 0.0, causal
+            grad, q, k, v, out, lse.view(shapes[0]), seed, offset, None, *lengths, 0.0, causal
         )
     return aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, *lengths, 0.0, causal, seed, offset

@@ -135,7 +135,7 @@ class DeepSpeedEngine:
         if self.guard is None:
             self.deepspeed.step()
             return math.nan if nll is None else nll.item()
-        self.guard.nll, self.guard.skip = nll, skip
+        self.guard.nll, self.guard.skip, self.guard.read_nll = nll, skip, math.nan
         self.deepspeed.step()
         return self.guard.read_nll
 

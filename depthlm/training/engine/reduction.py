@@ -139,8 +139,8 @@ class StepGuard:
     which its own optimizers set at the higher stages. With this guard, ZeRO 0 sets them too.
 
     nll: a number on the device that is read together with the norm, so that the host waits once per step; None: there
-    is none. skip: a truth value on the device, the same on all ranks, whether to skip the update; None: it is not
-    skipped. read_nll: the number, after the step.
+    is none. skip: a truth value on the device, whether to skip the update on all ranks; None: it is not skipped.
+    read_nll: the number, after the step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
@@ -155,11 +155,9 @@ class StepGuard:
         optimizer: Any = self.optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = total_norm(parameters)
-        invalid = is_invalid(norm)
-        if self.skip is not None:
-            invalid = invalid | self.skip
-        nll = norm if self.nll is None else self.nll
-        norm_read, overflow, self.read_nll = torch.stack([x.double() for x in (norm, invalid, nll)]).tolist()
+        nll = torch.full_like(norm, math.nan) if self.nll is None else self.nll
+        numbers = torch.stack([x.double() for x in (norm, is_invalid(norm, self.skip), nll)])
+        norm_read, overflow, self.read_nll = numbers.tolist()
         optimizer.overflow = bool(overflow)
         optimizer._global_grad_norm = math.inf if overflow else norm_read
         if not overflow:
@@ -185,9 +183,14 @@ def agree_on_bf16_norm(device: torch.device) -> None:
     bf16_optimizer.is_invalid_grad_norm = lambda norm: bool(is_invalid(torch.as_tensor(norm, device=device)))
 
 
-def is_invalid(norm: Tensor) -> Tensor:
-    """Return whether the norm of a gradient is not finite on any rank, or is -1, as DeepSpeed marks it; collective."""
+def is_invalid(norm: Tensor, skip: Tensor | None = None) -> Tensor:
+    """Return whether the norm of a gradient is not finite, is -1, as DeepSpeed marks it, or `skip` is true on any rank.
+
+    Collective.
+    """
     invalid = ~torch.isfinite(norm) | (norm < 0)
+    if skip is not None:
+        invalid = invalid | skip
     if torch.distributed.get_world_size() > 1:
         invalid = invalid.int()
         torch.distributed.all_reduce(invalid, op=torch.distributed.ReduceOp.MAX)
