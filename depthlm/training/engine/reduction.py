@@ -1,5 +1,5 @@
 """ZeRO 0: gradients are averaged over the ranks while the backward pass computes them, and an update is skipped on all
-ranks if the gradient is not finite on any of them.
+ranks if the gradient is not finite on any of them. After a CUDA graph, gradients are averaged when it has ended.
 
 DeepSpeed reduces gradients only after the backward pass at this stage, when no computation is left to overlap with.
 After the reduction a value may become non-finite on one rank alone, for example by bad memory. DeepSpeed's optimizers
