@@ -112,8 +112,8 @@ class MemoryEstimator:
         total, precision, sharding = self.whole.parameters, self.config.precision.name, self.config.deepspeed
         resident = self.rank.parameters if stage < 3 else total
         if stage == 0:
-            # the weights are fp32, under autocast for bf16; on several ranks, gradients are copied: a bucket at a time, or
-            # all of them after a graph
+            # the weights are fp32, under autocast for bf16; several ranks copy gradients: a bucket at a time, or all of
+            # them after a graph
             copied = resident if self.has_graphs(stage) else min(resident, bucket_elements(sharding, stage))
             flat = 4.0 * copied if ranks > 1 else 0.0
             if ranks > 1 and sharding.communication_data_type in ("bf16", "fp16"):
