@@ -19,7 +19,7 @@ from benchmarks.fake_gpu.launches import Specialization
 from depthlm.accounting.tracing import trace
 from depthlm.build import build_model
 from depthlm.config import Config, compose_anywhere
-from depthlm.model import Decoder, Loss, compile_sublayers
+from depthlm.model import Decoder, Loss, Observer, compile_sublayers
 from depthlm.ops.library import FUNCTIONS
 from depthlm.training.graphs import MicroBatchGraphs
 
@@ -159,9 +159,9 @@ class FakeEngine:
     def __init__(self, model: Decoder) -> None:
         self.model = model
 
-    def __call__(self, *arguments: Any, **settings: Any) -> Loss:
+    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, observer: Observer, seeds_b: torch.Tensor) -> Loss:
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            return self.model(*arguments, **settings)
+            return self.model(inputs, targets, observer=observer, seeds_b=seeds_b)
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()

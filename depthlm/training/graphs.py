@@ -14,13 +14,10 @@ whose capture fails must still meet the others.
 import gc
 import logging
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +26,7 @@ from depthlm.config import Config
 from depthlm.data.sampler import inputs_and_targets
 from depthlm.model.experts import Routing
 from depthlm.model.layer import UNOBSERVED, Observer
+from depthlm.training.capture import Backend, Captured, CudaGraphs, line_of
 from depthlm.training.engine import Engine
 from depthlm.training.plan import Plan
 
@@ -36,9 +34,6 @@ log = logging.getLogger("depthlm")
 
 # steps without a graph, in which kernels are compiled and libraries allocate their memory
 EAGER_STEPS = 2
-# parts of paths whose frames do not say where a capture has failed
-LIBRARIES = {"torch", "deepspeed", "triton"}
-GENERATED = "torchinductor"
 
 
 class Passes(NamedTuple):
@@ -46,85 +41,6 @@ class Passes(NamedTuple):
 
     sums: Tensor
     routing: Routing | None
-
-
-class Captured(NamedTuple):
-    """A captured function: what replays it, and its results, which each replay overwrites."""
-
-    replay: Callable[[], None]
-    results: Any
-
-
-class Backend(Protocol):
-    """What captures and replays. Tests on a CPU have another one, which runs the function again."""
-
-    def warm_up(self) -> AbstractContextManager[list[str]]:
-        """Return a context for the passes before a capture. It yields a list, at its end of the lines that wait."""
-        ...
-
-    def capture(self, function: Callable[[], Any]) -> Captured:
-        """Capture a function that reads and writes the same tensors in each call. This computes nothing."""
-        ...
-
-    def random_state(self) -> Tensor:
-        """Return the state of the device's generator."""
-        ...
-
-
-class CudaGraphs:
-    """Captures on a stream of its own, as PyTorch requires, into one pool of memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
-
-    @contextmanager
-    def warm_up(self) -> Iterator[list[str]]:
-        """Run on the stream of the capture: autograd adds gradients on the stream of the first backward pass."""
-        waits: list[str] = []
-        mode = torch.cuda.get_sync_debug_mode()
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with warnings.catch_warnings(record=True) as caught, torch.cuda.stream(self.stream):
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                yield waits
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
-        torch.cuda.current_stream().wait_stream(self.stream)
-        for warning in caught:
-            if "synchronizing CUDA operation" in str(warning.message):
-                waits.append(f"{warning.filename}:{warning.lineno}")
-            elif "Synchronization debug mode" not in str(warning.message):
-                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-
-    def capture(self, function: Callable[[], Any]) -> Captured:
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        # other threads, such as the one that pins the memory of batches, may call CUDA meanwhile
-        settings: dict[str, Any] = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
-        failure: BaseException | None = None
-        try:
-            with torch.cuda.graph(graph, **settings):
-                try:
-                    results = function()
-                except BaseException as error:
-                    failure = error
-                    raise
-        except RuntimeError as error:
-            # the end of a capture that has failed raises an error that hides the cause, and then leaves its stream and
-            # its pool in use
-            torch.cuda.set_stream(stream)
-            for function_name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-                with suppress(RuntimeError, AttributeError):
-                    getattr(torch._C, function_name)(self.device.index or 0, self.pool)
-            raise (failure or error) from None
-        finally:
-            # with its traceback it would keep the memory of the capture
-            failure = None
-        return Captured(graph.replay, results)
-
-    def random_state(self) -> Tensor:
-        return torch.cuda.get_rng_state(self.device)
 
 
 class MicroBatchGraphs:
@@ -212,7 +128,7 @@ class MicroBatchGraphs:
             self.graphs[is_first] = self.backend.capture(partial(self._passes, self.inputs))
         except Exception as error:
             message = (str(error) or type(error).__name__).splitlines()[0]
-            self.fail(f"a capture failed at {line_of(error)}: {message}")
+            self.fail(f"a capture failed at {line_of(traceback.extract_tb(error.__traceback__))}: {message}")
         if self.reason is not None:
             # the capture has computed nothing
             self._attach(None if is_first else self.gradients)
@@ -284,11 +200,3 @@ def why_not(config: Config, device: torch.device) -> str | None:
     if config.training.profile:
         return "training.profile=true shows the operators of a step"
     return None
-
-
-def line_of(error: BaseException) -> str:
-    """Return the innermost line of the code that led to an error, without libraries: `file.py:12, in read`."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [x for x in frames if not LIBRARIES & set(Path(x.filename).parts) and GENERATED not in x.filename]
-    last = (own or frames)[-1]
-    return f"{last.filename}:{last.lineno}, in {last.name}"

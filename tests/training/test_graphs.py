@@ -5,6 +5,7 @@ Without a GPU, a backend of the tests "replays" by running the captured function
 
 import logging
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -24,8 +25,9 @@ from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.model.attention.context import find_documents
 from depthlm.training import train
+from depthlm.training.capture import Captured, record_waits
 from depthlm.training.engine import Engine, build_engine
-from depthlm.training.graphs import Captured, MicroBatchGraphs, make_graphs
+from depthlm.training.graphs import MicroBatchGraphs, make_graphs
 from depthlm.training.plan import Plan, make_plan
 from depthlm.training.step import train_step
 
@@ -151,6 +153,17 @@ def test_a_capture_that_fails_loses_nothing(fails_at: int, caplog: pytest.LogCap
     [message] = [record.message for record in caplog.records if "CUDA graphs" in record.message]
     assert "test_graphs.py:" in message
     assert message.endswith("in capture: operation not permitted when stream is capturing")
+
+
+def test_the_line_that_waits_is_that_of_the_mechanism(recwarn: pytest.WarningsRecorder) -> None:
+    with record_waits() as waits:
+        # what PyTorch says, and another warning
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    [line] = waits
+    assert line.startswith(f"{__file__}:")
+    assert line.endswith("in test_the_line_that_waits_is_that_of_the_mechanism")
+    assert [str(warning.message) for warning in recwarn] == ["something else"]
 
 
 def test_code_that_waits_is_found_before_a_capture() -> None:

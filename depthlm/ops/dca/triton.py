@@ -75,12 +75,11 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     (score,), (partial,) = outputs, sums
     inputs, grad_score = inputs_of(sources, len(b), source_grads, added), torch.empty_like(score)
     n, positions, reads = inputs.sizes
-    row_tiles, columns = cdiv(positions, HALF_ROWS.value), inputs.tiles[1]
-    programs, rows = _programs(positions)
+    (programs, rows), columns = _programs(positions), inputs.tiles[1]
     read_ptrs = grad, inputs.table, b, score, grad_score
-    grid = row_tiles, cdiv(n, SCORE_SOURCES.value)
+    grid = cdiv(positions, HALF_ROWS.value), cdiv(n, SCORE_SOURCES.value)
     inputs.launch(dca_score_grads, grid, WARPS, [read_ptrs], COUNT=_count(reads))
-    inputs.launch(dca_source_grads, (row_tiles, columns), WARPS, [read_ptrs, w], COUNT=_count(reads))
+    inputs.launch(dca_source_grads, inputs.tiles, WARPS, [read_ptrs, w], COUNT=_count(reads))
     grid = cdiv(n, SOURCES.value) * cdiv(reads, FEW_READS.value), columns, programs
     inputs.launch(dca_bias_grads, grid, WARPS, [read_ptrs[:4], partial[0]], rows)
     grid, tensors = (n, columns, programs), [inputs.table, grad_score, partial[1]]
@@ -196,10 +195,10 @@ def dca_score_grads(read_ptrs, n, positions, reads, D: tl.constexpr, NARROW: tl.
 @triton.jit(do_not_specialize=COUNTS)
 def dca_source_grads(read_ptrs, w_ptr, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr, COUNT: tl.constexpr):
     grad_ptr, table_ptr, b_ptr, score_ptr, grad_score_ptr = read_ptrs
-    p, c, at, mask = tile_of_program(positions, D, HALF_ROWS)
+    p, c, at, mask = tile_of_program(positions, D, ROWS)
     grad = load_reads(grad_ptr, at, mask, positions, reads, D, COUNT)
     for j in range(n):
-        grad_x = tl.zeros([HALF_ROWS, WIDTH], tl.float32)
+        grad_x = tl.zeros([ROWS, WIDTH], tl.float32)
         for s in tl.static_range(COUNT):
             grad_x += tl.maximum(_gate(b_ptr, score_ptr, s, j, n, p, c, positions, reads, D), 0.0) * grad[s]
             grad_score = _of_positions(grad_score_ptr, s, j, p, positions, reads)
@@ -247,8 +246,8 @@ def dca_gate_grads(
     s, grad_w = tl.arange(0, DOT_READS), tl.zeros([DOT_READS, WIDTH], tl.float32)
     first = tl.program_id(2) * rows
     end = min(first + rows, positions)
-    for row in range(first, end, DOT_ROWS):
-        p = row + tl.arange(0, DOT_ROWS)
+    for row in range(first, end, ROWS):
+        p = row + tl.arange(0, ROWS)
         at, mask = tile_at(p, c, end, D)
         x = load_source(table_ptr, j, at, mask, NARROW)
         score_at = (j * reads + s)[:, None] * positions + p[None, :]

@@ -34,7 +34,7 @@ from depthlm.ops.reads_triton import (
 from depthlm.ops.triton_common import cdiv, load_fp32, split_work, tl, triton
 
 # sources and values of a tile of the backward pass
-SOURCES, TILE_VALUES, BACKWARD_WARPS = tl.constexpr(32), tl.constexpr(64), 4
+SOURCES, TILE_VALUES, BACKWARD_WARPS = tl.constexpr(32), tl.constexpr(64), 2
 # programs of the backward pass for each SOURCES
 PROGRAMS = 512
 
