@@ -85,22 +85,31 @@ def check_preset(preset: str, dtype: torch.dtype, tokens: int, steps: int) -> di
 
 
 def markdown(results: reporting.Results) -> str:
-    """Return a table of the operators and one of the presets. Errors are relative to a tensor's largest value."""
-    operators, presets = [], []
+    """Return a table of the operators, and one of the presets that failed. Errors are relative to a tensor's largest
+    value."""
+    operators, presets, differences = [], [], []
     for line in results["lines"]:
         outcome = "passed" if line.get("passed") else line.get("error", "failed").replace("|", "\\|")
         if line["kind"] == "operator":
             errors = line.get("errors", {})
             cells = [reporting.number(errors.get(backend), ".1e") for backend in ("triton", "torch")]
             operators.append((line["name"], line["dtype"], *cells, outcome))
+        elif line.get("passed"):
+            differences.append((line["difference"], line["name"], line["dtype"]))
         else:
             cells = [
                 reporting.number(line.get(key), form) for key, form in (("difference", ".1e"), ("last_loss", ".3f"))
             ]
             presets.append((line["name"], line["dtype"], *cells, outcome))
     first = reporting.table(("operator", "dtype", "error of Triton", "error of PyTorch", ""), operators)
-    second = reporting.table(("preset", "dtype", "largest difference of losses", "last loss", ""), presets)
-    return reporting.headed(results, f"{first}\n\nAfter {results['steps']} steps:\n\n{second}")
+    summary = f"{results['steps']} steps of each preset with Triton and with PyTorch: {len(differences)} of "
+    summary += f"{len(differences) + len(presets)} passed"
+    if differences:
+        largest, name, dtype = max(differences)
+        summary += f"; the losses differ by at most {largest:.1e} of a loss ({name}, {dtype})"
+    header = ("preset", "dtype", "largest difference of losses", "last loss", "")
+    second = f"\n\n{reporting.table(header, presets)}" if presets else ""
+    return reporting.headed(results, f"{first}\n\n{summary}.{second}")
 
 
 def main() -> int:

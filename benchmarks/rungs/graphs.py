@@ -72,9 +72,11 @@ def difference(a: list[float], b: list[float]) -> float:
 
 
 def markdown(results: reporting.Results) -> str:
-    """Return a table. graphs: how many were captured, or why none was."""
+    """Return how many lines are equal, and a table of the others. graphs: how many were captured, or why none was."""
     rows = []
     for line in results["lines"]:
+        if line.get("passed") and line["captured"]:
+            continue
         outcome = "equal" if line.get("passed") else line.get("error", "differ")
         graphs = line.get("reason") or str(line.get("captured", ""))
         cells = [reporting.number(line.get("difference"), ".1e"), reporting.number(line.get("last_loss"), ".3f")]
@@ -84,8 +86,9 @@ def markdown(results: reporting.Results) -> str:
     header = ("preset", "precision", "micro-batches", "compiled", "graphs", "largest difference", "last loss", "")
     equal = sum(bool(line.get("passed")) for line in results["lines"])
     captured = sum(bool(line.get("captured")) for line in results["lines"])
-    note = f"{results['steps']} steps with and without graphs: {equal} of {len(rows)} equal, {captured} captured"
-    return reporting.headed(results, reporting.table(header, rows), note)
+    counts = f"{equal} of {len(results['lines'])} equal, {captured} captured"
+    text = reporting.table(header, rows) if rows else "No preset differs."
+    return reporting.headed(results, text, f"{results['steps']} steps with and without graphs: {counts}")
 
 
 def main() -> int:

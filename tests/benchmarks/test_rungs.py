@@ -82,7 +82,7 @@ def test_the_table_of_graphs_counts_equal_and_captured_runs() -> None:
     lines = [passed, line | {"captured": 0, "reason": "an operation | waits"}, line | {"error": "RuntimeError: x"}]
     text = graphs.markdown({"machine": MACHINE, "steps": 20, "lines": lines})
     assert "20 steps with and without graphs: 1 of 3 equal, 1 captured" in text
-    assert "| mhc | bf16 | 2 | yes | 2 | 0.0e+00 | 1.500 | equal |" in text
+    assert "1.500" not in text
     assert "| an operation \\| waits |" in text
 
 
