@@ -142,7 +142,7 @@ def passes_of(overrides: list[str]) -> list["LaunchCounter"]:
     model, counters = model_of(config), [LaunchCounter() for _ in range(3)]
     with FakeTensorMode(allow_non_fake_inputs=True):
         model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device="cuda"))
-        graphs = MicroBatchGraphs(FakeEngine(model), 0.1, 1.0, mock.Mock)  # type: ignore[arg-type]
+        graphs = MicroBatchGraphs(FakeEngine(model), 0.1, 1.0, mock.Mock())  # type: ignore[arg-type]
         graphs.max_documents = 8
         tokens = torch.zeros(2, config.training.sequence_length + 1, dtype=torch.long, device="cuda")
         for counter in counters:

@@ -35,6 +35,10 @@ class Backend(Protocol):
         """Capture a function that reads and writes the same tensors in each call. This computes nothing."""
         ...
 
+    def reset(self) -> None:
+        """Let later captures take their memory from a new pool, so that the old one is free without its graphs."""
+        ...
+
     def random_state(self) -> Tensor:
         """Return the state of the device's generator."""
         ...
@@ -45,7 +49,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
+        self.reset()
 
     @contextmanager
     def warm_up(self) -> Iterator[list[str]]:
@@ -84,6 +88,9 @@ class CudaGraphs:
             # with its traceback it would keep the memory of the capture
             failure = None
         return Captured(graph.replay, results)
+
+    def reset(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
 
     def random_state(self) -> Tensor:
         return torch.cuda.get_rng_state(self.device)

@@ -14,7 +14,7 @@ whose capture fails must still meet the others.
 import gc
 import logging
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import repeat
 from typing import NamedTuple
@@ -49,9 +49,9 @@ class MicroBatchGraphs:
     captured: the number of captures. reason: why one has failed; all later steps run without graphs.
     """
 
-    def __init__(self, engine: Engine, z_loss: float, factor: float, backend: Callable[[], Backend]) -> None:
-        """z_loss: its weight. factor: of the loss. backend: makes a backend, with a pool of memory."""
-        self.engine, self.z_loss, self.factor, self.make_backend = engine, z_loss, factor, backend
+    def __init__(self, engine: Engine, z_loss: float, factor: float, backend: Backend) -> None:
+        """z_loss: its weight. factor: of the loss."""
+        self.engine, self.z_loss, self.factor, self.backend = engine, z_loss, factor, backend
         self.parameters: list[nn.Parameter] = [p for p in engine.model.parameters() if p.requires_grad]
         self.steps, self.captured = 0, 0
         self.reason: str | None = None
@@ -60,7 +60,7 @@ class MicroBatchGraphs:
 
     def release(self) -> None:
         """Free the graphs with their memory; the next step captures again. Gradients must not be in use."""
-        self.backend = self.make_backend()
+        self.backend.reset()
         self.graphs: dict[bool, Captured] = {}
         self.inputs: list[Tensor] = []
         self.gradients: list[Tensor | None] = []
@@ -186,7 +186,7 @@ def make_graphs(config: Config, plan: Plan, engine: Engine) -> MicroBatchGraphs 
     if reason := why_not(config, device):
         log.info("training.cuda_graphs=%s: the run trains without CUDA graphs: %s", str(choice).lower(), reason)
         return None
-    return MicroBatchGraphs(engine, config.training.z_loss, plan.loss_factor, partial(CudaGraphs, device))
+    return MicroBatchGraphs(engine, config.training.z_loss, plan.loss_factor, CudaGraphs(device))
 
 
 def why_not(config: Config, device: torch.device) -> str | None:

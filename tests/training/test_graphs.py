@@ -67,6 +67,9 @@ class Rerun:
     def warm_up(self) -> AbstractContextManager[list[str]]:
         return nullcontext(self.waits)
 
+    def reset(self) -> None:
+        pass
+
     def random_state(self) -> Tensor:
         return torch.get_rng_state()
 
@@ -99,8 +102,7 @@ class Rerun:
 
 def rerun_graphs(config: Config, plan: Plan, engine: Engine, fails_at: int | None = None) -> MicroBatchGraphs:
     """Return what takes the place of `make_graphs`."""
-    backend = Rerun(engine.model, fails_at)
-    return MicroBatchGraphs(engine, config.training.z_loss, plan.loss_factor, lambda: backend)
+    return MicroBatchGraphs(engine, config.training.z_loss, plan.loss_factor, Rerun(engine.model, fails_at))
 
 
 def trained(overrides: list[str], graphs: Callable[..., Any] = lambda *_: None) -> Any:
