@@ -19,9 +19,14 @@ from benchmarks.fake_gpu.launches import Specialization
 from depthlm.accounting.tracing import trace
 from depthlm.build import build_model
 from depthlm.config import Config, compose_anywhere
+from depthlm.distributed.launchers import ranks
 from depthlm.model import Decoder, Loss, Observer, compile_sublayers
 from depthlm.ops.library import FUNCTIONS
+from depthlm.optimizers.build import build_optimizer
+from depthlm.training.engine.reduction import StepGuard
 from depthlm.training.graphs import MicroBatchGraphs
+from depthlm.training.plan import make_plan
+from depthlm.training.step import train_step
 
 GIB = 2**30
 # operators that launch more than one kernel
@@ -153,11 +158,32 @@ def passes_of(overrides: list[str]) -> list["LaunchCounter"]:
     return counters
 
 
-class FakeEngine:
-    """What `MicroBatchGraphs` calls of an engine, without an update. bf16 under autocast, as at ZeRO 0."""
+def waits_of_step(overrides: list[str]) -> Counter[str]:
+    """Return where the host waits in a training step at ZeRO 0, and how many numbers it reads there.
 
-    def __init__(self, model: Decoder) -> None:
-        self.model = model
+    The step has the micro-batches and the update of a run, without DeepSpeed around them. Call
+    `benchmarks.rehearsal.prepare` first.
+    """
+    config = compose_anywhere(overrides, None)
+    model, counter, plan = model_of(config), LaunchCounter(), make_plan(config, ranks())
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device="cuda"))
+        engine = FakeEngine(model, StepGuard(build_optimizer(model, config.optimizer), 1.0))
+        shape = plan.accumulation, plan.micro_batch_size, plan.sequence_length + 1
+        batch = torch.zeros(*shape, dtype=torch.long, device="cuda")
+        launches.record_launches(counter.launched)
+        alone = mock.patch.multiple("torch.distributed", all_reduce=mock.Mock(), get_world_size=lambda: 1)
+        with counter, alone:
+            train_step(engine, batch, plan, config.training.z_loss)
+    return counter.synchronizations
+
+
+class FakeEngine:
+    """What training calls of an engine, with bf16 under autocast, as at ZeRO 0. guard: updates; None: nothing does."""
+
+    def __init__(self, model: Decoder, guard: StepGuard | None = None) -> None:
+        self.model, self.guard = model, guard
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, observer: Observer, seeds_b: torch.Tensor) -> Loss:
         with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -165,6 +191,13 @@ class FakeEngine:
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
+
+    def step(self, nll: torch.Tensor | None, skip: torch.Tensor | None) -> float:
+        if nll is not None and self.guard is not None:
+            self.guard.nll, self.guard.skip = nll, skip
+            self.guard.step()
+            return self.guard.read_nll
+        return 0.0
 
     def unreduced(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -1,7 +1,7 @@
 """Run what a CUDA graph captures of micro-batches, on fake tensors: `python -m tests.benchmarks.fake_capture PRESET ..`
 
-Prints for each preset what makes the host wait, and whether a later micro-batch launches other kernels than the one
-before it. A process of its own, since the fake GPU must be loaded before torch.
+Prints for each preset what makes the host wait, also in a whole step, and whether a later micro-batch launches other
+kernels than the one before it. A process of its own, since the fake GPU must be loaded before torch.
 """
 
 import json
@@ -12,6 +12,8 @@ from typing import Any
 from benchmarks.rehearsal import prepare
 
 SETTINGS = ("size=micro", "kernels=triton", "training.sequence_length=64", "data.document_mask=true")
+# two micro-batches
+STEP = ("training.batch_size=2", "training.micro_batch_size=1")
 
 
 def launched(counter: Any) -> list[Counter[str]]:
@@ -24,7 +26,7 @@ def launched(counter: Any) -> list[Counter[str]]:
 
 def main() -> None:
     prepare()
-    from benchmarks.fake_gpu.step import passes_of
+    from benchmarks.fake_gpu.step import passes_of, waits_of_step
 
     results = {}
     for number, preset in enumerate(sys.argv[1:]):
@@ -32,7 +34,12 @@ def main() -> None:
         other = ["backbone.dropout=0.1"] if number % 2 else ["training.activation_checkpointing=true"]
         first, second, third = passes_of([f"model={preset}", *SETTINGS, *other])
         waits = first.synchronizations + second.synchronizations + third.synchronizations
-        results[preset] = {"waits": dict(waits), "changes": launched(second) != launched(third)}
+        of_step = waits_of_step([f"model={preset}", *SETTINGS[:-1], *STEP])
+        results[preset] = {
+            "waits": dict(waits),
+            "changes": launched(second) != launched(third),
+            "waits_of_step": [place.rpartition(":")[0] for place in of_step],
+        }
     print(json.dumps(results))
 
 
