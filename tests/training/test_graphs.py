@@ -117,7 +117,7 @@ def trained(overrides: list[str], graphs: Callable[..., Any] = lambda *_: None) 
     made, steps = graphs(config, plan, engine), []
     for number, tokens in enumerate(synthetic_tokens(config, STEPS)):
         engine.set_learning_rate(0.01)
-        batch = tokens.view(plan.accumulation, plan.micro_batch_size, -1)
+        batch = tokens.view(plan.world_size, plan.accumulation, plan.micro_batch_size, -1)[ranks().rank]
         if made is not None:
             made.make_room(batch)
         seeds = torch.arange(4, dtype=torch.int32).view(*batch.shape[:2]) + number
@@ -260,6 +260,22 @@ def test_two_ranks_with_graphs_equal_two_without(
     for name in ("run", "failed"):
         assert curve(tmp_path / name) == curve(tmp_path / "plain")
         assert_same(weights(tmp_path / name), weights(tmp_path / "plain"))
+
+
+@pytest.mark.slow
+def test_two_ranks_replay_every_preset(two_ranks: TwoRanks) -> None:
+    assert two_ranks(presets_that_differ) == [[], []]
+
+
+def presets_that_differ() -> list[str]:
+    """Return the presets whose losses, norms or weights depend on whether this rank replays."""
+    differ = []
+    for preset in PRESETS:
+        overrides = [f"model={preset}", "training.batch_size=8", "deepspeed.reduce_bucket_size=20000"]
+        (steps, after, _), (expected, weights_after, _) = trained(overrides, rerun_graphs), trained(overrides)
+        if steps != expected or any(not torch.equal(x, weights_after[name]) for name, x in after.items()):
+            differ.append(preset)
+    return differ
 
 
 def train_plain(overrides: list[str]) -> int:
