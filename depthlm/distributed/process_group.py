@@ -46,8 +46,10 @@ def start_distributed(
         log.info("%s", line)
     if not torch.distributed.is_initialized():
         global _store
+        # torchrun keeps its store when it starts the workers again; they would read addresses of the attempt before
+        attempt = f"depthlm {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         # a single rank opens no port, so any number of runs can start on one machine at once
-        _store = HashStore() if ranks.world_size == 1 else PrefixStore("depthlm", rendezvous(ranks, arrival))
+        _store = HashStore() if ranks.world_size == 1 else PrefixStore(attempt, rendezvous(ranks, arrival))
         torch.distributed.init_process_group(
             "gloo" if device.type == "cpu" else "nccl",
             store=_store,

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from depthlm.locations import REPOSITORY
@@ -13,12 +14,25 @@ from depthlm.runs.records import read_metrics
 
 from ..forks import Forks, environment_with
 from ..ranks import free_port
+from .test_train import LAUNCH, wait_for_step
 
 DEEPSPEED = str(Path(sys.executable).parent / "deepspeed")
 
 
 def rows(directory: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in read_metrics(directory / "metrics.jsonl")}
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_run_whose_worker_is_killed(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+    command = [*LAUNCH[:-1], "--max-restarts=1", "train.py"]
+    settings = small_run("training.max_steps=120", "training.checkpoint_every=20", "training.log_every=1")
+    with subprocess.Popen([*command, *settings], cwd=REPOSITORY, env=environment_with()) as torchrun:
+        wait_for_step(tmp_path / "run", 30, torchrun)
+        psutil.Process(torchrun.pid).children()[-1].kill()
+        assert torchrun.wait(timeout=200) == 0
+    assert rows(tmp_path / "run").keys() == set(range(1, 121))
+    assert "resumed from checkpoints/step-" in (tmp_path / "run/train.log").read_text()
 
 
 @pytest.mark.slow
