@@ -3,8 +3,9 @@
 import os
 import signal
 import stat
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import NoReturn
 
 from depthlm.distributed.interrupts import INTERRUPTED, end_process, on_signals, say
@@ -42,9 +43,9 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signal(report: Report) -> Iterator[StopRequest]:
-    """Handle signals as requests to stop the run while the block runs."""
+    """Handle signals as requests to stop the run while the block runs; in the main thread only, see `_handled`."""
     request = StopRequest(report)
-    with on_signals(_watched(), request):
+    with _handled(request):
         yield request
 
 
@@ -60,8 +61,14 @@ def end_on_signal(report: Report) -> Iterator[None]:
         code = INTERRUPTED if name == "SIGINT" else STOPPED
         _end(report, code, f"{name}: interrupted before training; nothing is lost, and the same command starts again")
 
-    with on_signals(_watched(), end):
+    with _handled(end):
         yield
+
+
+def _handled(react: Callable[[int], None]) -> AbstractContextManager[None]:
+    """Return a context that calls `react` for signals. In another thread than the main one, Python's handlers stay."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    return on_signals(_watched(), react) if in_main_thread else nullcontext()
 
 
 def _end(report: Report, code: int, line: str) -> NoReturn:

@@ -3,6 +3,7 @@
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 import depthlm
 from depthlm.data import Batches
+from depthlm.files import read_json
 from depthlm.model import Decoder
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
@@ -119,3 +121,10 @@ def test_compiling_does_not_change_the_curve(small_run: Callable[..., list[str]]
         [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("eager", "compiled")
     ]
     assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+
+
+def test_a_run_trains_in_a_thread_of_another_program(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Such as the background job of a notebook, where Python allows no handlers of signals."""
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(train, depthlm.compose(small_run("training.max_steps=2"))).result() == 0
+    assert read_json(tmp_path / "run/summary.json")["steps"] == 2
