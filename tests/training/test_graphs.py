@@ -41,6 +41,7 @@ from .synthetic import synthetic_tokens
 STEPS, SKIPPED = 5, 3
 SMALL = ("size=micro", "training.sequence_length=16", "training.batch_size=4", "training.micro_batch_size=2",
          "precision=fp32")  # fmt: skip
+QUICK = ("vanilla", "depth_attention", "attention_residuals", "moda", "denseformer", "mhc", "dca")
 OTHERS = {
     "dropout": ["backbone.dropout=0.1", "training.activation_checkpointing=true"],
     "selective": ["training.activation_checkpointing=selective"],
@@ -132,7 +133,10 @@ def trained(overrides: list[str], graphs: Callable[..., Any] = lambda *_: None) 
 
 @pytest.mark.parametrize(
     "overrides",
-    [*([f"model={preset}"] for preset in PRESETS), *(pytest.param(x, id=name) for name, x in OTHERS.items())],
+    [
+        *(pytest.param([f"model={x}"], id=x, marks=[] if x in QUICK else pytest.mark.slow) for x in PRESETS),
+        *(pytest.param(overrides, id=name) for name, overrides in OTHERS.items()),
+    ],
 )
 def test_replays_equal_ordinary_steps(overrides: list[str]) -> None:
     expected, weights_after, _ = trained(overrides)
