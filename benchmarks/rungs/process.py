@@ -119,7 +119,7 @@ def finish(running: Running, status: str) -> None:
     seconds = round(time.monotonic() - running.started, 1)
     end(running.process)
     shutil.rmtree(running.scratch, ignore_errors=True)
-    name, record = running.rung.name, {"status": status, "seconds": seconds, "command": shown(running)}
+    name, record = running.rung.name, {"status": status, "seconds": seconds, "command": strip_paths(running)}
     log = running.folder / f"{name}.log"
     lines = log.read_text(errors="replace").splitlines()
     if status != "passed":
@@ -130,7 +130,7 @@ def finish(running: Running, status: str) -> None:
         print(f"    {lines[-1] if lines else 'it printed nothing'}\n    its output: {log}")
 
 
-def shown(running: Running) -> list[str]:
+def strip_paths(running: Running) -> list[str]:
     """Return the script and its arguments without the paths of this machine."""
     rung, words = running.rung, running.command[2:-2]
     return [rung.script, *(word.replace(str(running.scratch), "{scratch}") for word in words)]

@@ -29,13 +29,14 @@ Weights = dict[str, Tensor]
 class Training(NamedTuple):
     """What train.py trains: the engine, the arithmetic of a batch, and a batch [accumulation, micro_batch, T + 1].
 
-    graphs: see `make_graphs`.
+    graphs: see `make_graphs`. z_loss: its weight.
     """
 
     engine: Any
     plan: Plan
     batch: Tensor
     graphs: MicroBatchGraphs | None
+    z_loss: float
 
     def step(self) -> float:
         """Train on the batch, and return the loss per token.
@@ -44,7 +45,7 @@ class Training(NamedTuple):
         """
         # any seeds of dropout take as long, and a model without it does not use them
         seeds = self.batch[..., 0].int()
-        nll = train_step(self.engine, self.batch, self.plan, 0.0, seeds=seeds, graphs=self.graphs)
+        nll = train_step(self.engine, self.batch, self.plan, self.z_loss, seeds=seeds, graphs=self.graphs)
         return nll / self.plan.tokens_per_step
 
 
@@ -58,7 +59,7 @@ def training_of(config: Config, device: torch.device) -> Training:
     graphs = make_graphs(config, plan, engine)
     if graphs is not None:
         graphs.make_room(batch)
-    return Training(engine, plan, batch.to(device), graphs)
+    return Training(engine, plan, batch.to(device), graphs, config.training.z_loss)
 
 
 def random_tokens(config: Config, *batch: int) -> Tensor:

@@ -43,9 +43,9 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signal(report: Report) -> Iterator[StopRequest]:
-    """Handle signals as requests to stop the run while the block runs; in the main thread only, see `_handled`."""
+    """Handle signals as requests to stop the run while the block runs; in the main thread only."""
     request = StopRequest(report)
-    with _handled(request):
+    with _handle_in_main_thread(request):
         yield request
 
 
@@ -61,11 +61,11 @@ def end_on_signal(report: Report) -> Iterator[None]:
         code = INTERRUPTED if name == "SIGINT" else STOPPED
         _end(report, code, f"{name}: interrupted before training; nothing is lost, and the same command starts again")
 
-    with _handled(end):
+    with _handle_in_main_thread(end):
         yield
 
 
-def _handled(react: Callable[[int], None]) -> AbstractContextManager[None]:
+def _handle_in_main_thread(react: Callable[[int], None]) -> AbstractContextManager[None]:
     """Return a context that calls `react` for signals. In another thread than the main one, Python's handlers stay."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     return on_signals(_watched(), react) if in_main_thread else nullcontext()
