@@ -224,11 +224,11 @@ def with_budget(config: Config, chosen: Set[str]) -> Config:
 
     Depth, mechanism and the shape of the schedule do not change: warm-up and validation keep their share of the run.
 
-    chosen: the keys and groups that the command line sets; they stay unchanged.
+    chosen: the keys and groups that the command line sets; they stay unchanged, but a size is shrunk to the budget.
     """
 
     def is_free(name: str) -> bool:
-        return not {name, name.rpartition(".")[0]} & chosen
+        return not {name, name.rpartition(".")[0]} & (chosen - {"size"})
 
     budget, before = config.budget, config
     if budget.offline:

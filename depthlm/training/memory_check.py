@@ -15,8 +15,9 @@ from depthlm.model.decoder import SELECTIVE
 
 log = logging.getLogger("depthlm")
 
-# share of the memory above which a warning is logged: other processes, and CUDA's own memory, are not estimated
-WARNING_SHARE = 0.8
+# share of the memory that a run may be estimated to need: other processes, and CUDA's own memory, are not estimated.
+# Above it, a GPU may run out of memory, which ends the run; a CPU's machine may swap, which ends everything on it
+SAFE_SHARE = 0.8
 # memory that a process on a CPU takes before its first step besides tensors: DeepSpeed's code, threads, buffers
 STARTUP_BYTES = 64 * 2**20
 
@@ -24,8 +25,9 @@ STARTUP_BYTES = 64 * 2**20
 def check_memory(config: Config, ranks: Ranks, device: torch.device, available: int) -> Memory | None:
     """Return the memory estimate of a rank; None, with a warning, if the decoder or optimizer cannot be traced.
 
-    available: the bytes that every rank has. Logs a warning if the estimate is above 80% of them.
-    Raises UserError with settings that fit if the estimate is above all of them, unless memory=ignore.
+    available: the bytes that every rank has. On a GPU, logs a warning if the estimate is above 80% of them.
+    Raises UserError with settings that fit if the estimate is above all of them (on a CPU: above 80%), unless
+    memory=ignore.
     """
     training, stage = config.training, config.deepspeed.stage
     share = training.batch_size // ranks.world_size
@@ -41,10 +43,14 @@ def check_memory(config: Config, ranks: Ranks, device: torch.device, available: 
     except UntracedError as error:
         log.warning("memory is not checked: %s", error)
         return None
-    where = "each GPU has" if device.type == "cuda" else "there is for each rank"
-    comparison = f"{gib_text(memory.total)} estimated, {gib_text(available)} is what {where}"
-    if memory.total > available and config.memory == "check":
-        remedies = list(what_fits(estimator, config, ranks, available))
+    safe = int(SAFE_SHARE * available)
+    if device.type == "cuda":
+        limit, where = available, "is what each GPU has"
+    else:
+        limit, where = safe, f"is {SAFE_SHARE:.0%} of the memory for each rank, above which the machine may swap"
+    comparison = f"{gib_text(memory.total)} estimated, {gib_text(limit)} {where}"
+    if memory.total > limit and config.memory == "check":
+        remedies = list(what_fits(estimator, config, ranks, limit))
         if remedies:
             advice = "\n".join(["one of these fits:", *(f"  - {remedy}" for remedy in remedies)])
         else:
@@ -55,8 +61,8 @@ def check_memory(config: Config, ranks: Ranks, device: torch.device, available: 
                 f"{gib_text(states)}; use a smaller size=, a larger machine, or more ranks with deepspeed=zero3"
             )
         raise UserError(f"the run does not fit in memory: {comparison}\n{advice}\nmemory=ignore starts the run anyway")
-    if memory.total > WARNING_SHARE * available:
-        verb = "does not fit" if memory.total > available else "may not fit"
+    if memory.total > safe:
+        verb = "does not fit" if memory.total > limit else "may not fit"
         log.warning("the run %s in memory: %s", verb, comparison)
     return memory
 

@@ -78,10 +78,14 @@ def test_settings_of_the_command_line_are_preserved() -> None:
     assert chosen.size.hidden_size == 64
     assert (chosen.data.name, chosen.data.tokenizer) == ("pile", "bpe")
     assert chosen.precision.name == "bf16"
-    assert of("budget=smoke", "size=tiny").size.hidden_size == 256
-    assert compose(["experiment=depth_attention/scaling", "budget=smoke", "size=tiny"]).size.hidden_size == 256
     longer = compose(["experiment=dca/ablation", "budget=smoke", "training.max_steps=50"])
     assert (run_steps(longer), longer.schedule.warmup_steps) == (50, 5)
+
+
+@pytest.mark.parametrize("source", [[], [MINE], ["experiment=depth_attention/scaling"]], ids=str)
+def test_a_size_is_shrunk_with_and_without_an_experiment_but_not_its_single_keys(source: list[str]) -> None:
+    size = compose_anywhere([*source, "size=1.5b", "budget=smoke", "size.intermediate_size=100"]).size
+    assert (size.hidden_size, size.num_layers, size.intermediate_size, size.vocab_size) == (96, 48, 100, 320)
 
 
 def test_settings_of_a_point_are_reduced() -> None:

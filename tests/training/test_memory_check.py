@@ -68,7 +68,7 @@ def test_ignore_starts_the_run_with_a_warning(caplog):
     assert "the run does not fit in memory" in caplog.text
 
 
-def test_there_is_a_warning_only_above_80_percent(caplog):
+def test_on_a_gpu_there_is_a_warning_above_80_percent(caplog):
     total = MemoryEstimator(small(), "cuda").estimate(0, 1, 64).total
     check_memory(small(), SINGLE_RANK, GPU, int(total / 0.79))
     assert "in memory" not in caplog.text
@@ -76,10 +76,18 @@ def test_there_is_a_warning_only_above_80_percent(caplog):
     assert "the run may not fit in memory" in caplog.text
 
 
-def test_on_a_cpu_the_memory_of_the_process_is_included():
+def test_a_cpu_is_filled_to_80_percent_including_the_memory_of_the_process():
     memory = check_memory(small(), SINGLE_RANK, CPU, 2**40)
     assert memory is not None
     assert memory.process > 2**27
+    assert check_memory(small(), SINGLE_RANK, CPU, int(memory.total / 0.78)) is not None
+    available = int(memory.total / 0.83)
+    with pytest.raises(
+        UserError, match=r"is 80% of the memory for each rank, above which the machine may swap"
+    ) as error:
+        check_memory(small(), SINGLE_RANK, CPU, available)
+    for overrides in fitting(error):
+        assert check_memory(small(*overrides), SINGLE_RANK, CPU, available) is not None
 
 
 def test_a_run_that_does_not_fit_writes_nothing(small_run, monkeypatch, tmp_path):
