@@ -1,5 +1,6 @@
 """Build a decoder from a configuration, with its initial weights or with those of a run."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from depthlm.config import Config
-from depthlm.config.saved import check_trusted, load_config, targets
+from depthlm.config.saved import check_trusted, code_digests, compare, load_config, targets
 from depthlm.config.validate.decoder import check_kept_sources, check_target, factories
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
@@ -19,6 +20,8 @@ from depthlm.optimizers.parametrization import parametrize
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import WEIGHTS, newest_checkpoint, retrain
 from depthlm.runs.manifest import Manifest
+
+log = logging.getLogger(__name__)
 
 
 def build_model(config: Config, device: str | torch.device = "cpu") -> Decoder:
@@ -65,8 +68,8 @@ def load(run: str | Path, device: str | torch.device = "cpu", trust: Sequence[st
     """Return the model of a run directory, with the weights of its newest valid checkpoint, and its configuration.
 
     The model is in evaluation mode. The configuration is read as data and may only build classes of depthlm and of the
-    modules named in `trust`. Raises UserError for a directory without a run or checkpoint, or a mechanism from
-    another module.
+    modules named in `trust`. Logs a warning if the code of such a class is not that of the training. Raises UserError
+    for a directory without a run or checkpoint, or a mechanism from another module.
     """
     model, config, _ = load_checkpoint(run, device, trust)
     return model, config
@@ -84,6 +87,8 @@ def load_checkpoint(
             raise UserError(f"{directory}: {'; '.join(errors)}")
     if errors := check_kept_sources(config.model, config.model.loops * config.size.num_layers):
         raise UserError(f"{directory}: {'; '.join(errors)}")
+    for name, words in compare({"code": config.code}, {"code": code_digests(config)}).items():
+        log.warning("%s: %s has changed since the training: %s", directory, name, words)
     model, manifest = _load_newest(config, directory, device)
     if model.kernels == "triton":
         # a requirement of training should not restrict where the model is used

@@ -13,7 +13,6 @@ import torch
 
 from depthlm.accounting.tracing import Trace, trace
 from depthlm.build import build_model
-from depthlm.config import bucket_elements
 from depthlm.errors import UserError
 from depthlm.model import Decoder
 from depthlm.model.experts import Spread
@@ -114,7 +113,7 @@ class MemoryEstimator:
         if stage == 0:
             # the weights are fp32, under autocast for bf16; several ranks copy gradients: a bucket at a time, or all of
             # them after a graph
-            copied = resident if self.has_graphs(stage) else min(resident, bucket_elements(sharding, stage))
+            copied = resident if self.has_graphs(stage) else min(resident, sharding.bucket_elements(stage))
             flat = 4.0 * copied if ranks > 1 else 0.0
             if ranks > 1 and sharding.communication_data_type in ("bf16", "fp16"):
                 flat += 2.0 * resident
@@ -124,7 +123,7 @@ class MemoryEstimator:
         # the optimizer's states and an fp32 copy of the weights, even if they are fp32 already
         weights, optimizer = float(width * resident), (4.0 * total + self.whole.optimizer) / ranks
         gradients = flat = 4.0 * total / ranks
-        bucket = width * min(bucket_elements(sharding, stage), resident) * (2.0 if sharding.overlap_comm else 1.0)
+        bucket = width * min(sharding.bucket_elements(stage), resident) * (2.0 if sharding.overlap_comm else 1.0)
         if stage == 1 and precision == "bf16":
             # DeepSpeed's BF16_Optimizer keeps all gradients in both dtypes, and reduces them as ZeRO 0 does
             gradients, bucket, flat = 6.0 * resident, 0.0, 6.0 * min(resident, REDUCED)

@@ -4,12 +4,11 @@ from depthlm.config.compose import compose, compose_anywhere, mechanisms, resolv
 from depthlm.config.errors import ConfigError
 from depthlm.config.from_run import changes, run_of
 from depthlm.config.reproduce import prepare_command
-from depthlm.config.schema import Config, bucket_elements, run_steps, warmup_steps
+from depthlm.config.schema import Config, run_steps, warmup_steps
 
 __all__ = [
     "Config",
     "ConfigError",
-    "bucket_elements",
     "changes",
     "compose",
     "compose_anywhere",

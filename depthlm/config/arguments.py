@@ -48,7 +48,9 @@ def described(schema: type) -> str:
     defaults = {field.name: field.default for field in dataclasses.fields(schema)}
     lines = []
     for key in keys(schema).values():
-        default = "" if key.name in required or defaults[key.name] is None else f" (default {defaults[key.name]})"
+        # an empty list or text is no setting, and neither is the factory of a list
+        printed = key.name not in required and defaults[key.name] not in (None, "", dataclasses.MISSING)
+        default = f" (default {defaults[key.name]})" if printed else ""
         lines.append(f"  {key.name + '=':18} {key.doc}{default}")
     return "\n".join(lines)
 

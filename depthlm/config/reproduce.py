@@ -27,7 +27,7 @@ from depthlm.optimizers import Optimizer
 # groups whose option has the name in the configuration; the keys of the others are given one by one
 GROUPS = ("model", "backbone", "size", "parametrization", "data", "optimizer", "schedule", "precision")
 # where files are, and what is applied to the values already
-IGNORED = ("data.path", "budget", "experiment", "model.name")
+IGNORED = ("data.path", "budget", "experiment", "model.name", "code")
 # values of data.document_mask
 MASKS = {True: "attention inside documents", "bos": "attention inside documents that begin with the end-of-text token"}
 # keys that do not affect the preparation

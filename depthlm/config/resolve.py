@@ -27,7 +27,7 @@ from depthlm.config.names import (
     other_settings,
     run_name,
 )
-from depthlm.config.saved import compare
+from depthlm.config.saved import code_digests, compare
 from depthlm.config.schema import Config, run_steps
 from depthlm.data import is_on_hub, padded_vocab_size
 from depthlm.data.settings import Data
@@ -155,8 +155,8 @@ def with_batch_size(config: Config) -> Config:
 
 
 def with_derived(config: Config, given: Set[str], overrides: Sequence[str]) -> Config:
-    """Return the configuration with the width of an expert, the vocabulary and the name of the mechanism."""
-    values: dict[str, Any] = {}
+    """Return the configuration with the width of an expert, the vocabulary, the name of the mechanism and its code."""
+    values: dict[str, Any] = {"code": code_digests(config)}
     if config.backbone.mlp == "experts":
         values["size.expert_size"] = config.size.width_of_expert()
     if "size.vocab_size" not in given and tokenizer_exists(config):
@@ -289,6 +289,8 @@ def _batch(config: Config, chosen: Set[str], is_free: IsFree) -> dict[str, int |
         if not {"training.batch_size", "training.batch_tokens"} & chosen:
             batch_size = max(1, min(batch_size, budget.batch_tokens // length))
             values |= {"training.batch_tokens": None, "training.batch_size": batch_size}
+            # that of the protocol is for its batch
+            values["training.micro_batch_size"] = None
         most = VALIDATION_BATCHES * batch_size * length
         values["training.validation_tokens"] = min(training.validation_tokens or most, most)
     if budget.micro_batch_tokens is not None:

@@ -4,18 +4,22 @@ Only the configuration of the user's own run may name anything outside of it. co
 only the user who trains the run has, in `~/.local/state/depthlm/key`.
 """
 
+import ast
 import dataclasses
 import functools
 import hashlib
 import hmac
+import importlib.util
 import inspect
 import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,7 @@ from depthlm.config.keys import flatten, keys, on_resume, validate_values
 from depthlm.config.schema import Config, Model
 from depthlm.errors import UserError
 from depthlm.files import MAX_DEPTH, read_text, read_yaml
-from depthlm.locations import CONF
+from depthlm.locations import CONF, PACKAGE
 from depthlm.run_directory import RunDirectory
 
 SIGNED = "# signed: "
@@ -124,6 +128,9 @@ def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:
         name = f"{prefix}{key}"
         if on_resume(name) == "free":
             continue
+        if prefix == "code." and not (key in saved and key in now):
+            # another class is a difference by its name, and earlier versions recorded no digests
+            continue
         new = now.get(key)
         old = saved[key] if key in saved else _default(name, now)
         if isinstance(old, bool) and isinstance(new, str):
@@ -171,6 +178,78 @@ def signature(text: str) -> str | None:
 def targets(model: Model) -> dict[str, str]:
     """Return the class of the connection and of the attention of a mechanism, by its key."""
     return {f"model.{part}": str(getattr(model, part).get("_target_")) for part in ("connection", "attention")}
+
+
+def code_digests(config: Config) -> dict[str, str]:
+    """Return the SHA-256 of the source of each class from outside depthlm, by class.
+
+    The source is the file of the class, and the files beside it that it imports, directly or not. Packages of the
+    Python installation have versions, which environment.json records.
+    """
+    classes = {*targets(config.model).values(), config.optimizer._target_}
+    digests = {}
+    for target in sorted(classes):
+        module = target.rpartition(".")[0]
+        spec = None if module.partition(".")[0] in ("", "depthlm", "torch") else _spec(module)
+        if spec is None or spec.origin is None:
+            continue
+        # the folder from which the module is imported
+        root = Path(spec.origin).parents[module.count(".") + (spec.submodule_search_locations is not None)]
+        if not _is_installed(root):
+            files = {file.relative_to(root).as_posix(): file for file in _imported_files(module, root)}
+            texts = [f"{name}\n".encode() + files[name].read_bytes() for name in sorted(files)]
+            digests[target] = hashlib.sha256(b"".join(hashlib.sha256(text).digest() for text in texts)).hexdigest()
+    return digests
+
+
+def _imported_files(module: str, root: Path) -> set[Path]:
+    """Return the files in a folder that belong to a module or are imported by it, directly or not."""
+    files: dict[str, Path | None] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name in files:
+            continue
+        files[name] = None
+        # looking for a module imports its packages, which must not happen to those of others
+        top = _spec(name.partition(".")[0])
+        places = [] if top is None else [top.origin, *(top.submodule_search_locations or ())]
+        spec = _spec(name) if any(place and Path(place).is_relative_to(root) for place in places) else None
+        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+            continue
+        file = Path(spec.origin)
+        if file.is_relative_to(PACKAGE) or not file.is_file():
+            continue
+        files[name] = file
+        package = name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
+        waiting += [name.rpartition(".")[0], *_imports(file, package)]
+    return {file for file in files.values() if file is not None}
+
+
+def _imports(file: Path, package: str) -> Iterator[str]:
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            source = "." * node.level + (node.module or "")
+            origin = importlib.util.resolve_name(source, package) if node.level else source
+            # a name may be a module too
+            yield from (origin, *(f"{origin}.{alias.name}" for alias in node.names))
+
+
+def _spec(module: str) -> ModuleSpec | None:
+    with suppress(ImportError, ValueError, AttributeError):
+        return importlib.util.find_spec(module)
+    return None
+
+
+def _is_installed(folder: Path) -> bool:
+    places = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return any(folder.is_relative_to(place) for place in places)
 
 
 def check_trusted(saved: Mapping[str, str], trust: Sequence[str], where: str) -> None:

@@ -172,9 +172,7 @@ class Training:
 class Precision:
     """The dtype of the forward and backward pass."""
 
-    name: Literal["auto", "fp32", "bf16", "fp16"] = key(
-        "auto", "auto: bf16 if the device is fast at it, otherwise fp32"
-    )
+    name: Literal["auto", "fp32", "bf16", "fp16"] = key("auto", "auto: bf16 if the device is fast at it, else fp32")
     tf32: bool = key(
         True, "compute fp32 matrix products on a GPU in TF32, with 10 bits of mantissa", on_resume="logged"
     )
@@ -223,6 +221,10 @@ class DeepSpeed:
         "auto", "dtype in which gradients are reduced over the ranks; auto: that of the weights", on_resume="logged"
     )
 
+    def bucket_elements(self, stage: int) -> int:
+        """Return how many gradient elements are reduced at once at a stage, which need not be the configured one."""
+        return self.reduce_bucket_size or (REPLICATED_BUCKET if stage == 0 else SHARDED_BUCKET)
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -240,9 +242,7 @@ class Evaluation:
         "files of tasks",
         outside=True,
     )
-    shots: list[int] | None = key(
-        None, "examples before a question; null: 0,5 for tasks=paper and 0 for any other task"
-    )
+    shots: list[int] | None = key(None, "examples before a question; null: 0,5 for tasks=paper, otherwise 0")
     sets: list[str] | None = key(None, "folders of token files whose loss is measured in full", outside=True)
     batch_size: int = key(16, "sequences per batch of one rank; does not affect the results", minimum=1)
     limit: int | None = key(None, "use only the first questions of each task", minimum=1)
@@ -368,6 +368,12 @@ class Config:
     evaluation: Evaluation = section(Evaluation, on_resume="free")
     tracker: Tracker = section(Tracker, on_resume="free", outside=True)
     budget: Budget = section(Budget)
+    code: dict[str, str] = key(
+        {},
+        "SHA-256 of the source of each class from outside depthlm and of the local modules that it imports, by class; "
+        "always computed",
+        protocol=False,
+    )
     experiment: Experiment = section(Experiment, on_resume="free")
 
 
@@ -391,10 +397,3 @@ def warmup_steps(config: Config, steps: int) -> int:
     if schedule.warmup_steps is not None:
         return schedule.warmup_steps
     return round((schedule.warmup_ratio or 0.0) * steps)
-
-
-def bucket_elements(sharding: DeepSpeed, stage: int) -> int:
-    """Return how many gradient elements are reduced at once at a ZeRO stage, which need not be the configured one."""
-    if sharding.reduce_bucket_size is not None:
-        return sharding.reduce_bucket_size
-    return REPLICATED_BUCKET if stage == 0 else SHARDED_BUCKET

@@ -20,7 +20,7 @@ from depthlm.ops.backend import missing
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.directory import check_run_directory
 from depthlm.runs.weights_and_biases import has_key
-from depthlm.training.memory_check import WARNING_SHARE, check_memory
+from depthlm.training.memory_check import SAFE_SHARE, check_memory
 
 # seconds to wait for a connection to W&B's server
 CONNECTION_TIMEOUT = 3.0
@@ -232,7 +232,7 @@ def run_memory(config: Config) -> Item:
     if estimate is None:
         return Item("memory of run", "not checked: the decoder or the optimizer cannot be traced", WARNING)
     value = f"{gib_text(estimate.total)} estimated, {gib_text(available)} for each rank"
-    if estimate.total > WARNING_SHARE * available:
+    if estimate.total > SAFE_SHARE * available:
         return Item("memory of run", value, WARNING, "a smaller training.micro_batch_size= takes less")
     return Item("memory of run", value)
 

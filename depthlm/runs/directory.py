@@ -243,9 +243,15 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
     if refused:
         lines = "\n".join(f"  - {name}: {differences[name]}" for name in sorted(refused))
         longer = "resume=extend allows another length. " if refused <= {*LENGTHS} else ""
+        has_other_code = any(name.startswith("code.") for name in refused)
+        remedy = (
+            "Restore the code of these classes, with all that it imports"
+            if has_other_code
+            else "Give the same settings"
+        )
         raise UserError(
             f"{directory} holds a run with another configuration:\n{lines}\n"
-            f"{longer}Give the same settings to resume it, or another directory, as in output_dir={directory}-2; there "
+            f"{longer}{remedy} to resume it, or give another directory, as in output_dir={directory}-2; there "
             f"fork_from={directory} continues from its state, and init_from={directory} starts with its weights"
         )
     if differences.keys() & {*LENGTHS}:

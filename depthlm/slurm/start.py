@@ -7,16 +7,21 @@ from functools import partial
 
 import torch
 
+from depthlm.accounting.memory import MemoryEstimator, UntracedError
 from depthlm.config import Config, compose_anywhere, prepare_command
 from depthlm.config.validate.checks import check_ranks
+from depthlm.counts import gib_text
 from depthlm.data import check_prepared
 from depthlm.errors import UserError
 from depthlm.slurm.cluster import Cluster
 from depthlm.sweeps import Point
-from depthlm.training.memory_check import check_memory
+from depthlm.training.memory_check import check_memory, what_fits
 
 # run directories that a message names
 MAX_NAMED = 3
+RANKS_SET_BY = "slurm.nodes= and slurm.gpus_per_node= set the ranks; slurm.gpus_per_node=0 gives one, on a CPU"
+# the memory of a common GPU, in bytes
+COMMON_GPU = 80e9
 # groups and settings that the memory of a run depends on
 MEMORY_GROUPS = ("model", "size", "backbone", "training", "precision", "deepspeed")
 
@@ -32,7 +37,7 @@ def check_start(points: Iterable[Point], cluster: Cluster) -> None:
     for point in points:
         config = compose_anywhere(point.checkable(), point.config_dir)
         ranks = cluster.ranks()
-        mistakes = check_ranks(config, ranks.world_size)
+        mistakes = [f"{mistake}; {RANKS_SET_BY}" for mistake in check_ranks(config, ranks.world_size)]
         if not mistakes:
             settings = asdict(config)
             key = json.dumps({name: settings[name] for name in MEMORY_GROUPS} | {"class": config.optimizer._target_})
@@ -44,6 +49,24 @@ def check_start(points: Iterable[Point], cluster: Cluster) -> None:
     if reasons:
         lines = [f"{_names(directories)}: {reason}" for reason, directories in reasons.items()]
         raise UserError("\n".join(["nothing is submitted, because training would refuse:", *lines]))
+
+
+def memory_note(points: Iterable[Point], cluster: Cluster) -> str:
+    """Return what the largest point needs on each GPU, and settings with which it fits in 80 GB if it does not."""
+    directory, config = max(
+        ((point.directory, compose_anywhere(point.checkable(), point.config_dir)) for point in points),
+        key=lambda one: one[1].size.hidden_size * one[1].model.loops * one[1].size.num_layers,
+    )
+    estimator, ranks = MemoryEstimator(config, "cuda"), cluster.ranks()
+    share = config.training.batch_size // ranks.world_size
+    size = config.training.micro_batch_size or share
+    try:
+        total = estimator.estimate(config.deepspeed.stage, ranks.world_size, size, share // size).total
+        fitting = [] if total <= COMMON_GPU else [*what_fits(estimator, config, ranks, int(COMMON_GPU))]
+    except UntracedError as error:
+        return f"memory is not checked: {error}"
+    remedies = f"; in {COMMON_GPU / 1e9:.0f} GB fit: {'; '.join(fitting)}" if fitting else ""
+    return f"{directory} needs {gib_text(total)} of each GPU{remedies}"
 
 
 def _memory_error(config: Config, cluster: Cluster) -> str | None:

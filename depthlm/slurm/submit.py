@@ -57,7 +57,9 @@ def main(arguments: list[str], program: str) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("overrides", nargs="+", metavar="key=value", help="as for train.py -m; slurm.key=value")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted without submitting it")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be submitted, and what would be refused"
+    )
     parser.add_argument("--status", action="store_true", help="show the state of every point instead")
     parser.add_argument("--config-dir", help="a folder of additional configuration files")
     parsed = parser.parse_intermixed_args(arguments)
@@ -105,13 +107,7 @@ def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -
         print(f"{undecided_text(groups)}; repeat this command when these runs are complete, to submit the rest")
     if not to_train:
         return
-    # this module imports torch
-    from depthlm.slurm.start import check_start
-
-    check_start(to_train.values(), cluster)
-    if cluster.memory_per_rank() is None:
-        known_by = "gpu_memory=<GB>" if cluster.gpus_per_node else "mem=<memory per node>"
-        print(f"memory is not checked; slurm.{known_by} checks that each point fits")
+    refused = check(list(to_train.values()), cluster, dry_run)
     waves = group_into_waves(to_train)
     snapshot = next_snapshot(folder)
     lines = [point_command(to_train[directory]) for wave in waves for directory in wave]
@@ -137,6 +133,28 @@ def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -
     if dry_run:
         print("\n# sweep.sbatch\n" + (FOLDER / "sweep.sbatch").read_text())
         print("# train.sbatch\n" + (FOLDER / "train.sbatch").read_text())
+    if refused is not None:
+        raise refused
+
+
+def check(points: list[Point], cluster: Cluster, dry_run: bool) -> UserError | None:
+    """Print what is known of the memory. Raises UserError for what training would refuse; a dry run returns it."""
+    # this module imports torch
+    from depthlm.slurm.start import check_start, memory_note
+
+    refused: UserError | None = None
+    try:
+        check_start(points, cluster)
+    except UserError as error:
+        if not dry_run:
+            raise
+        refused = error
+    if cluster.memory_per_rank() is None:
+        known_by = "gpu_memory=<GB>" if cluster.gpus_per_node else "mem=<memory per node>"
+        print(f"memory is not checked; slurm.{known_by} checks that each point fits")
+        if cluster.gpus_per_node:
+            print(memory_note(points, cluster))
+    return refused
 
 
 def group_into_waves(points: dict[str, Point]) -> list[list[str]]:

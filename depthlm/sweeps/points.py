@@ -202,7 +202,7 @@ def _experiment_points(overrides: list[str], name: str, config_dir: str | Path |
         point = _combined(line, overrides, defined if selected else set(), earlier, config_dir)
         earlier[line.label, point.seed] = point
         if not selected:
-            values = {key: point.settings[key] for key in line.settings if key != "seed"}
+            values = {key: point.settings[key] for key in line.settings if key != "seed" and key in point.settings}
             points.append(replace(point, parts=values, paper={}, spreads={}))
         elif line in selected:
             points.append(point)
@@ -221,15 +221,20 @@ def _combined(
     selecting: keys whose overrides only select lines. These keep the experiment's spelling of the values, so that their
     run directories are those of the whole sweep. earlier: the points that it may start from, by label and seed.
 
+    An override with another mechanism also drops what the line sets of its own mechanism.
+
     Raises ConfigError if the point that it starts from does not have its seed.
     """
     # a seed applies to lines without one
     ignored = selecting if "seed" in line.settings else selecting - {"seed"}
     texts = [text for text in overrides if not by_name([text]).keys() & ignored]
     chosen = by_name(texts)
-    settings = line.settings | chosen
+    own = line.settings
+    if "model" in chosen and not _has(line, "model", chosen["model"]):
+        own = {key: value for key, value in own.items() if not key.startswith(("model.", "model/"))}
+    settings = own | chosen
     follows = False
-    for key, value in line.settings.items():
+    for key, value in own.items():
         if key in chosen:
             continue
         if value.startswith("@"):

@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import hashlib
-import inspect
 import json
 import logging
 import os
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.utils import get_class
 
 from depthlm.accounting import count_parameters, flops_per_token
 from depthlm.accounting.cost import cache_bytes_per_token
@@ -26,7 +24,6 @@ from depthlm.accounting.memory import Memory
 from depthlm.build import build_model, draw_weights
 from depthlm.config import Config, prepare_command
 from depthlm.config.keys import flatten
-from depthlm.config.saved import targets
 from depthlm.data import Batches, Corpus, check_prepared, open_corpus, prepare
 from depthlm.distributed import launchers
 from depthlm.distributed.launchers import Ranks
@@ -213,9 +210,7 @@ def check_same_run(config: Config) -> None:
         if not (name.startswith("data.") and name.endswith("path"))
     }
     packages = {f"the version of {name}": version for name, version in versions().items() if name in PACKAGES}
-    classes = {*targets(config.model).values(), config.optimizer._target_}
-    files = {f"the file of {name}": digest([Path(inspect.getfile(get_class(name)))]) for name in sorted(classes)}
-    _check_same({**settings, "the code of depthlm": digest(PACKAGE.rglob("*.py")), **packages, **files})
+    _check_same({**settings, "the code of depthlm": digest(PACKAGE.rglob("*.py")), **packages})
 
 
 def check_same_corpus(corpus: Corpus) -> None:

@@ -1,18 +1,23 @@
 """The classes that a saved configuration names, and its comparison with another one."""
 
+import importlib
 import json
 import re
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import depthlm
+from depthlm.config import ConfigError
 from depthlm.config.arguments import read_arguments
 from depthlm.config.from_run import trusted
-from depthlm.config.saved import check_trusted, compare
+from depthlm.config.saved import check_trusted, compare, signed_config_text
 from depthlm.errors import UserError
 from depthlm.evaluation.evaluate import Evaluate
 from depthlm.optimizers import Optimizer
+from depthlm.runs.directory import check_run_directory
 
 
 def test_a_class_without_a_module_is_reported_as_damage() -> None:
@@ -83,3 +88,64 @@ def test_a_value_of_an_earlier_version_equals_what_it_is_called_now() -> None:
     assert compare(with_key_norm(True), with_key_norm("weighted")) == {}
     assert compare(with_key_norm(False), with_key_norm("none")) == {}
     assert compare(with_key_norm(True), with_key_norm("none")).keys() == {"model.connection.key_norm"}
+
+
+OWN = {
+    "own_depth/__init__.py": "",
+    "own_depth/mine.py": """import json
+
+from depthlm.mechanisms.residual import Residual
+
+from .parts import SCALE
+
+
+class Mine(Residual):
+    def read_scaled(self, x):
+        import own_helper
+
+        return own_helper.scale(x) * SCALE
+""",
+    "own_depth/parts.py": "from . import constants\nSCALE = constants.ONE\n",
+    "own_depth/constants.py": "ONE = 1\n",
+    "own_depth/unrelated.py": "import own_depth.mine\n",
+    "own_helper.py": "def scale(x): return x\n",
+}
+
+
+def test_changed_code_of_a_class_or_of_what_it_imports_is_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in OWN.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    target = "own_depth.mine.Mine"
+    overrides = ["size=micro", f"model.connection._target_={target}", f"output_dir={tmp_path}/run"]
+    config = depthlm.compose(overrides)
+    assert config.code.keys() == {target}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text(signed_config_text(config))
+    (tmp_path / "run/.saved").touch()
+    assert check_run_directory(config) is None
+    for name, text in OWN.items():
+        (tmp_path / name).write_text(f"{text}# changed\n")
+        changed = depthlm.compose(overrides)
+        if "unrelated" in name:
+            assert changed.code == config.code
+        else:
+            with pytest.raises(
+                UserError, match=rf"code\.{target}: the run has {config.code[target]}, this command"
+            ) as error:
+                check_run_directory(changed)
+            assert changed.code[target] in str(error.value)
+            assert "Restore the code of these classes" in str(error.value)
+        (tmp_path / name).write_text(text)
+    # the run of an earlier version, without digests, and another class, which is a difference by its name
+    assert compare({"code": {}}, {"code": config.code}) == compare({}, {"code": config.code}) == {}
+
+
+def test_classes_of_installed_packages_have_no_digest_and_none_can_be_given() -> None:
+    assert depthlm.compose(["size=micro", "optimizer._target_=torch.optim.SGD"]).code == {}
+    with pytest.raises(ConfigError, match=r"code\.a=\.\.\.: is computed; leave it out"):
+        depthlm.compose(["size=micro", "+code.a=1"])

@@ -60,13 +60,22 @@ def test_the_loss_of_both_runs_falls(work: Path, run: str) -> None:
     assert losses[-1] < losses[0] - 1
 
 
-def test_loading_the_run_requires_trust(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_the_run_requires_trust_and_warns_of_changed_code(
+    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.syspath_prepend(str(work))
     with pytest.raises(UserError, match=r"add trust=my_mechanisms\.gated_skip ") as refused:
         depthlm.load(work / "outputs/gated_skip")
     assert str(refused.value).replace(str(work / "outputs"), "outputs") in PAGE
     _, config = depthlm.load(work / "outputs/both", trust=["my_mechanisms"])
     assert config.model.attention["_target_"] == "my_mechanisms.first_value.FirstValue"
+    assert "has changed since the training" not in caplog.text
+    file = work / "my_mechanisms/first_value.py"
+    text = file.read_text()
+    file.write_text(f"{text}# changed\n")
+    depthlm.load(work / "outputs/both", trust=["my_mechanisms"])
+    file.write_text(text)
+    assert "code.my_mechanisms.first_value.FirstValue has changed since the training" in caplog.text
 
 
 @pytest.mark.parametrize(

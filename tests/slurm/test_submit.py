@@ -210,12 +210,13 @@ def test_what_training_would_refuse_is_not_submitted(four_points: list[str], tmp
     assert f"{tmp_path}/runs/vanilla-0.001, {tmp_path}/runs/vanilla-0.002" in reason
     assert "and 1 more: training.batch_size=" in reason
     assert "is not divisible by the 3 ranks" in reason
+    assert "slurm.gpus_per_node=0 gives one, on a CPU" in reason
     done = submit(*four_points, "slurm.gpus_per_node=1", "slurm.gpu_memory=0.001")
     assert done.returncode == 2
     assert "the run does not fit in memory:" in done.stderr
     assert "0.00 GiB is what each GPU has" in done.stderr
     done = submit(*four_points, "slurm.mem=1M")
-    assert "0.00 GiB is what there is for each rank" in done.stderr
+    assert "0.00 GiB is 80% of the memory for each rank" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 
@@ -252,6 +253,20 @@ def test_points_wait_for_the_preparation_of_their_data(tmp_path: Path, submit: S
     assert "not prepared: c4: data=c4. Prepare it, which takes" in done.stderr
     assert "data/prepare.py data=c4 data.path=" in done.stderr
     assert done.stderr.count("not prepared") == 1
+
+
+def test_a_dry_run_prints_the_plan_before_what_would_be_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("depthlm.slurm.start.COMMON_GPU", 7e7)
+    with pytest.raises(UserError, match="seed2-c4-path-tokens: not prepared: c4"):
+        main(["size=micro", "data=c4", "data.path=tokens", "seed=1,2", "--dry-run"], "submit")
+    printed = capsys.readouterr().out
+    assert "train.py size=micro data=c4 data.path=tokens seed=2" in printed
+    assert re.search(
+        r"-path-tokens needs 0\.\d\d GiB of each GPU; in 0 GB fit: deepspeed=zero1 \(0\.\d\d GiB\)", printed
+    )
 
 
 def test_the_status_says_why_a_job_waits_and_where_a_job_that_ended_has_its_log(

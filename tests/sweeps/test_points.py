@@ -166,6 +166,14 @@ def test_a_value_that_no_point_has_replaces_theirs(folder: Path) -> None:
     assert not any(one == other for one, other in itertools.combinations(settings, 2))
 
 
+def test_a_mechanism_that_no_point_has_takes_no_setting_of_theirs(tmp_path: Path) -> None:
+    lines = MINE.replace("model: [mhc, dca], size", "model: mhc, model.connection.streams: [2, 8], size")
+    points = check_points(["experiment=mine/it", "model=moda", "size=tiny"], write(tmp_path, lines))
+    assert sorted(map(sorted, (point.overrides for point in points if not point.follows))) == [
+        ["experiment=mine/it", "model=moda", "size=tiny"]
+    ]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

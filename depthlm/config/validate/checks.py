@@ -39,6 +39,7 @@ def check_together(config: Config, given: Set[str]) -> list[str]:
     given: the keys and groups that the overrides set.
     """
     return [
+        *(f"{name}=...: is computed; leave it out" for name in given if name.partition(".")[0] == "code"),
         *check_name(config.name),
         *check_shape(config),
         *_check_vocabulary(config, given),
@@ -144,10 +145,7 @@ def _check_length(config: Config) -> list[str]:
     if len(lengths) > 1:
         errors.append(f"{' and '.join(lengths)}: {'both' if len(lengths) == 2 else 'all'} given; give one")
     if not lengths:
-        errors.append(
-            "training.max_steps: the run has no length; give training.max_steps, training.max_tokens or "
-            "training.max_epochs"
-        )
+        errors.append(f"training.max_steps: the run has no length; give {' or '.join(LENGTHS)}")
     if schedule.warmup_steps is not None and schedule.warmup_ratio is not None:
         errors.append("schedule.warmup_steps and schedule.warmup_ratio: both given; give one")
     if schedule.warmup_steps is None and schedule.warmup_ratio is None:
@@ -324,7 +322,8 @@ def _check_device(config: Config) -> list[str]:
     if error := environment.device_error(config.device):
         errors.append(error)
     if config.precision.name == "fp16" and device == "cpu":
-        errors.append("precision=fp16: DeepSpeed refuses fp16 on a CPU; allowed here: fp32, bf16, auto")
+        hint = "; budget=smoke tries the experiment in fp32" if config.experiment.name else ""
+        errors.append(f"precision=fp16: DeepSpeed refuses fp16 on a CPU; allowed here: fp32, bf16, auto{hint}")
     elif config.precision.name == "fp16" and config.deepspeed.stage == 0:
         errors.append(
             "precision=fp16 with deepspeed=zero0: DeepSpeed's fp16 at stage 0 takes a wrong first step; "

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from depthlm.config import Config, bucket_elements
+from depthlm.config import Config
 from depthlm.model import Decoder, Loss, Observer
 from depthlm.model.layer import UNOBSERVED
 from depthlm.optimizers.build import build_optimizer
@@ -265,5 +265,5 @@ def reducer_of(config: Config, plan: Plan, engine: Any, model: Decoder) -> Reduc
         return None
     # it would also copy the gradients of a single rank to a flat tensor and back
     engine.enable_backward_allreduce = False
-    size, dtype = bucket_elements(config.deepspeed, 0), engine.communication_data_type
+    size, dtype = config.deepspeed.bucket_elements(0), engine.communication_data_type
     return Reducer(model.parameters(), size, dtype, engine.is_gradient_accumulation_boundary)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthlm.config import Config, bucket_elements
+from depthlm.config import Config
 from depthlm.machine import environment
 from depthlm.model import Decoder, initialize
 from depthlm.model.parameters import OwnedParameter, fp32_parameters, shape_of
@@ -42,7 +42,7 @@ def deepspeed_settings(config: Config, plan: Plan, model: Decoder) -> dict[str, 
         "zero_optimization": {
             "stage": stage,
             # DeepSpeed allocates a buffer of this many gradients at the start
-            "reduce_bucket_size": min(bucket_elements(sharding, stage), parameters),
+            "reduce_bucket_size": min(sharding.bucket_elements(stage), parameters),
             "allgather_bucket_size": sharding.allgather_bucket_size,
             "stage3_prefetch_bucket_size": sharding.prefetch_bucket_size,
             "overlap_comm": sharding.overlap_comm,
