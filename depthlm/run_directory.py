@@ -100,6 +100,11 @@ class RunDirectory:
         """Return the summary of a run that was complete at this step and has been extended since."""
         return self.path / f"summary-step-{step:08d}.json"
 
+    def extended_at(self) -> list[int]:
+        """Return the steps at which the run was complete before it was extended, ascending."""
+        names = (path.stem.rpartition("-")[2] for path in self.path.glob("summary-step-*.json"))
+        return sorted(int(step) for step in names if step.isdecimal())
+
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the checkpoint of a step."""
         return self.checkpoints / f"step-{step:08d}"

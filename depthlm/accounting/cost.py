@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from depthlm.config import Config, run_steps
 from depthlm.machine.environment import PEAK_TFLOPS
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.decoder import Decoder
@@ -16,9 +17,20 @@ from depthlm.model.layers import Embedding, Head, Norm
 from depthlm.model.parameters import OwnedParameter, owned_parameters
 from depthlm.runs.progress import hours_text
 
-# what GPU hours assume that are not measured: the FLOP/s of an H100 SXM, and the share of them that is used
-ASSUMED_FLOPS, ASSUMED_MFU = PEAK_TFLOPS["NVIDIA H100 80GB HBM3"] * 1e12, 0.4
-ASSUMPTION = f"on H100 GPUs at {ASSUMED_MFU:.0%} of their {ASSUMED_FLOPS / 1e12:.0f} TFLOP/s, which is assumed"
+# what GPU hours assume that are not measured: the FLOP/s of an H100 SXM, and the share of them that is used, which is
+# that of each mechanism on an H200 (benchmarks/README.md): size=1.5b, compiled, with CUDA graphs
+ASSUMED_FLOPS = PEAK_TFLOPS["NVIDIA H100 80GB HBM3"] * 1e12
+MEASURED_MFU = {
+    "vanilla": 0.399,
+    "depth_attention": 0.383,
+    "attention_residuals": 0.307,
+    "moda": 0.336,
+    "denseformer": 0.251,
+    "mhc": 0.235,
+    "dca": 0.181,
+}
+# steps of a run beyond which its batch is probably too small: published runs take at most a million
+LONG_RUN = 1_000_000
 # of values in 16 bits
 BYTES_PER_VALUE = 2
 PARTS = ("embedding", "attention", "mlp", "norms", "head", "connection")
@@ -93,9 +105,26 @@ def linear_flops(module: nn.Module) -> float:
     return sum(2.0 * m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
 
 
-def gpu_hours(flops: float) -> float:
-    """Return the GPU hours of training FLOPs under the ASSUMPTION."""
-    return flops / (ASSUMED_FLOPS * ASSUMED_MFU) / 3600
+def gpu_hours(flops: float, mechanism: str) -> float:
+    """Return the GPU hours of training FLOPs under the assumption that `assumption` states."""
+    return flops / (ASSUMED_FLOPS * MEASURED_MFU.get(mechanism, MEASURED_MFU["vanilla"])) / 3600
+
+
+def assumption(mechanism: str) -> str:
+    """Return what the GPU hours of a mechanism assume."""
+    mfu = MEASURED_MFU.get(mechanism, MEASURED_MFU["vanilla"])
+    source = f"as {mechanism} reached on an H200 at 1.5b"
+    if mechanism not in MEASURED_MFU:
+        source = f"which vanilla reached on an H200 at 1.5b; {mechanism} was not measured, and may be slower"
+    return f"on H100 GPUs at {mfu:.1%} of their {ASSUMED_FLOPS / 1e12:.0f} TFLOP/s, {source}"
+
+
+def long_run_remark(config: Config) -> str:
+    """Return a remark on the batch of a run of more than a million steps, else an empty text."""
+    if (run_steps(config) or 0) <= LONG_RUN:
+        return ""
+    tokens = config.training.batch_size * config.training.sequence_length
+    return f"{tokens:,} tokens a step are few for so long a run; training.batch_tokens=1M takes fewer steps"
 
 
 def cost_rows(hours: float, source: str, price: float | None) -> dict[str, str]:

@@ -14,7 +14,14 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from depthlm.accounting.cost import ASSUMPTION, cost_rows, count_parameters, flops_per_token, gpu_hours
+from depthlm.accounting.cost import (
+    assumption,
+    cost_rows,
+    count_parameters,
+    flops_per_token,
+    gpu_hours,
+    long_run_remark,
+)
 from depthlm.accounting.memory import MemoryEstimator, UntracedError, largest
 from depthlm.accounting.overhead import overhead, overhead_texts, right_columns
 from depthlm.build import build_model
@@ -74,9 +81,11 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
         table.add_row(f"added to vanilla, forward: {name}", text)
     if summary["steps"] is not None:
         table.add_row("run", f"{summary['steps']:,} steps, {summary['tokens']:,} tokens")
+        if remark := long_run_remark(config):
+            table.add_row("remark", remark)
         table.add_row("run, FLOPs", f"{summary['flops_per_token'] * summary['tokens']:.4g}")
         hours = summary["gpu_hours"]
-        source = f"({duration_text(3600 * hours / gpus)} on {gpus}) {ASSUMPTION}"
+        source = f"({duration_text(3600 * hours / gpus)} on {gpus}) {assumption(config.model.name)}"
         for name, text in cost_rows(hours, source, config.price).items():
             table.add_row(f"run, {name}", text)
     console.print(table)
@@ -112,6 +121,7 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
     counts = count_parameters(model)
     flops = flops_per_token(model, training.sequence_length)
     steps = run_steps(config)
+    tokens = steps and steps * training.batch_size * training.sequence_length
     micro_batch_size = training.micro_batch_size or max(1, training.batch_size // gpus)
     estimator = MemoryEstimator(config, "cuda", line=(micro_batch_size, 8 * micro_batch_size))
     per_gpu = partial(memory_per_gpu, config, estimator, gpus, micro_batch_size)
@@ -132,8 +142,8 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
         "extra": asdict(overhead(model)),
         "sequence_length": training.sequence_length,
         "steps": steps,
-        "tokens": steps and steps * training.batch_size * training.sequence_length,
-        "gpu_hours": steps and gpu_hours(flops.training * steps * training.batch_size * training.sequence_length),
+        "tokens": tokens,
+        "gpu_hours": tokens and gpu_hours(flops.training * tokens, config.model.name),
         "gpus": gpus,
         "precision": config.precision.name,
         "micro_batch_size": micro_batch_size,

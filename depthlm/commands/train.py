@@ -21,11 +21,13 @@ from depthlm.config.compose import compose
 from depthlm.config.errors import ConfigError
 from depthlm.config.hydra_context import config_dir_of, flags_parser, open_names
 from depthlm.config.names import by_name, experiment_of
+from depthlm.config.resolve import LENGTHS
 from depthlm.config.saved import config_text
 from depthlm.distributed.launchers import is_rank_0, ranks
 from depthlm.errors import UserError
 from depthlm.exits import exit_on_mistake
 from depthlm.locations import CONF, install_command
+from depthlm.run_directory import RunDirectory
 from depthlm.streams import continue_without_output, printable
 from depthlm.sweeps.points import check_points, is_axis, sweep_points
 
@@ -155,8 +157,12 @@ def train_run(config: Config, line: CommandLine, program: str) -> None:
         sys.exit(0)
     changed = {} if run is None else changes(run, config)
     if changed and is_rank_0():
-        print(f"{program}: a new run in {config.output_dir}; differences from {run}:")
+        exists = RunDirectory.of(config.output_dir).config.is_file()
+        which = "the run" if exists else "a new run, from scratch,"
+        print(f"{program}: {which} in {config.output_dir}; differences from {run}:")
         print(printable("\n".join(f"  - {name}: {words}" for name, words in changed.items())), flush=True)
+        if changed.keys() <= {*LENGTHS} and not exists:
+            print(f"Add resume=extend to train {run} itself longer.", flush=True)
     from depthlm.training import train
 
     sys.exit(train(config))

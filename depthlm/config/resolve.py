@@ -51,10 +51,16 @@ def resolve(config: Config, given: Set[str], overrides: Sequence[str], config_di
     given: the keys and groups that the overrides set.
     """
     config = shrunk(config, given, overrides)
-    values: dict[str, Any] = {"experiment": Experiment(name=experiment_of(overrides) or "")}
+    values: dict[str, Any] = {"experiment": recorded(config.experiment, experiment_of(overrides))}
     if config.output_dir is None:
         values["output_dir"] = run_directory(overrides, leading(config), config.name, config_dir)
     return with_derived(replaced(config, values), given, overrides)
+
+
+def recorded(experiment: Experiment, name: str | None) -> Experiment:
+    """Return what a run records of its experiment: the name, and which seeds choose between which settings."""
+    seeds = experiment.selection_seeds if experiment.best_over else []
+    return Experiment(name=name or "", best_over=experiment.best_over, selection_seeds=seeds)
 
 
 def shrunk(config: Config, given: Set[str], overrides: Sequence[str]) -> Config:
@@ -133,7 +139,7 @@ def resolve_saved(config: Config, given: Set[str], overrides: Sequence[str]) -> 
     config = with_one_alternative(config, given)
     if "training.batch_size" in given and "training.batch_tokens" not in given:
         config = replaced(config, {"training.batch_tokens": None})
-    config = replaced(with_batch_size(config), {"experiment": Experiment(name=config.experiment.name)})
+    config = replaced(with_batch_size(config), {"experiment": recorded(config.experiment, config.experiment.name)})
     return with_derived(config, given, overrides)
 
 

@@ -1,8 +1,10 @@
 """What each row costs beside its loss: parameters, training FLOPs, training time and the memory of generation."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, stdev
 
 from depthlm.config.experiment import Column
 from depthlm.report.figures.equal_cost import draw_costs
@@ -10,10 +12,13 @@ from depthlm.report.rows import FACTS, Row, measured, number
 from depthlm.report.scaling_laws import VIEWS, curves, savings, savings_table
 from depthlm.report.sweep import Sweep, references_text
 from depthlm.report.tables import DASH, Table, cells, markdown, number_text
-from depthlm.runs.records import RunRecord
+from depthlm.runs.records import RunRecord, finite
 
 # tokens of the sequence that is generated
 CONTEXT = 32_768
+# the standard error of a run's mean time per token, relative to it, above which its training time is unknown, and the
+# fewest rows of metrics.jsonl from which it is estimated
+PRECISION, FEWEST_ROWS = 0.02, 10
 # bytes of a parameter in 16 bits
 PARAMETER_BYTES = 2
 COSTS = VIEWS | {
@@ -28,9 +33,10 @@ HEADS = {
 }
 LEGEND = (
     "Costs are multiples of the reference's, mean over seeds. Training time: tokens over tokens per second, so it only "
-    "compares runs of one kind of machine. Memory of generation: parameters and the KV cache of one sequence of "
-    f"{CONTEXT:,} tokens, both in 16 bits. Grey lines in the figure: the front, the rows that no other row beats in "
-    "both loss and cost."
+    "compares runs of one kind of machine; unknown where the logged speeds of a run do not determine it within "
+    f"{PRECISION:.0%}. Memory of generation: parameters and the KV cache of one sequence of {CONTEXT:,} tokens, both "
+    "in 16 bits. Bars in the figure: 95% intervals over seeds. Grey lines: the front, the rows that no other row beats "
+    "in both loss and cost, where the intervals separate them."
 )
 
 
@@ -44,11 +50,21 @@ def _with_costs(run: RunRecord) -> RunRecord:
     tokens, speed = number(run, "tokens"), number(run, "tokens_per_second")
     parameters, cached = number(run, "parameters"), number(run, "cache_bytes_per_token")
     derived = {}
-    if tokens and speed:
+    if tokens and speed and _is_steady(run):
         derived["training_seconds"] = tokens / speed
     if parameters and cached is not None:
         derived["generation_bytes"] = PARAMETER_BYTES * parameters + CONTEXT * cached
     return replace(run, summary=derived | run.summary)
+
+
+def _is_steady(run: RunRecord) -> bool:
+    """Return whether the logged speeds of a run determine its time per token."""
+    # the first row has the time of compilation and of first allocations
+    speeds = [speed for row in run.rows[1:] if (speed := finite(row.get("tokens_per_second")))]
+    if len(speeds) < FEWEST_ROWS:
+        return False
+    times = [1 / speed for speed in speeds]
+    return stdev(times) / math.sqrt(len(times)) <= PRECISION * fmean(times)
 
 
 def cost_parts(sweep: Sweep, folder: Path) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from depthlm.config.errors import listed
 from depthlm.config.keys import flatten, in_protocol
 from depthlm.config.reproduce import protocol_texts
 from depthlm.config.schema import Config
@@ -113,7 +114,7 @@ def _head(sweep: Sweep) -> list[str]:
     experiment = sweep.experiment
     source = f"Source: {plain(experiment.source)}. " if experiment.source else ""
     parts = [f"# {plain(experiment.title or experiment.name)}", f"{source}Experiment: `{experiment.name}`."]
-    parts += [f"**{warning}**" for warning in warnings(sweep)]
+    parts += [f"**{warning}**" for warning in [*filter(None, [sweep.trial]), *warnings(sweep)]]
     parts += _state(sweep)
     parts += _without_number(sweep) + _trained_differently(sweep)
     parts += protocol_parts(sweep)
@@ -233,6 +234,8 @@ def _trained_differently(sweep: Sweep) -> list[str]:
                 for key, value in expected.items()
                 if key in saved and saved[key] != value
             ]
+            if at := saved.get("extended_at"):
+                different.append(f"extended, after its schedule had ended at step {listed(at)}")
             if different:
                 more = f" and {len(different) - 4} more" if len(different) > 4 else ""
                 lines.append(f"- {plain(row.label)}: {plain('; '.join(different[:4]))}{more}")

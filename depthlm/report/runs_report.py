@@ -2,6 +2,7 @@
 
 import functools
 import glob
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -36,6 +37,8 @@ MOST_SHOWN = 8
 REPORT = "report.md"
 # in place of the value of a setting that a run does not have
 ABSENT = object()
+# in the label of a row whose runs choose a setting
+CHOOSES = "seeds that choose"
 # the title of the table of settings, and what replaces it
 SETTINGS = "Settings that differ"
 NO_DIFFERENCE = "No setting but the seed differs that affects the result"
@@ -104,10 +107,12 @@ def runs_report(runs: Sequence[RunRecord], folder: Path, baseline: str | None = 
 def sweep_of_runs(runs: Sequence[RunRecord], configs: Sequence[dict[str, Any]]) -> Sweep:
     """Return these runs as a sweep; those that differ only in the seed form one row. configs: of each run."""
     names = short_names([run.directory for run in runs])
-    identities: dict[str, list[list[int]]] = {}
+    # by the settings without the seed, and whether the runs choose
+    identities: dict[tuple[str, bool], list[list[int]]] = {}
     for number, config in enumerate(configs):
         shared = {key: value for key, value in config.items() if key != "seed" and on_resume(key) != "free"}
-        groups = identities.setdefault(repr(sorted(shared.items())) if config else names[number], [])
+        identity = repr(sorted(shared.items())) if config else names[number]
+        groups = identities.setdefault((identity, _chooses(config)), [])
         seed = config.get("seed")
         # a second run of one seed has a row of its own
         group = next((group for group in groups if all(configs[member].get("seed") != seed for member in group)), None)
@@ -115,23 +120,38 @@ def sweep_of_runs(runs: Sequence[RunRecord], configs: Sequence[dict[str, Any]]) 
             groups.append([number])
         else:
             group.append(number)
-    labels = distinguishing_settings({names[groups[0][0]]: configs[groups[0][0]] for groups in identities.values()})
+    firsts = {identity: groups[0][0] for (identity, _), groups in identities.items()}
+    without_seed = {
+        names[number]: {key: value for key, value in configs[number].items() if key != "seed"}
+        for number in firsts.values()
+    }
+    labels = distinguishing_settings(without_seed)
     has_seed = all("seed" in config for config in configs)
     is_single = all(len(group) == 1 for groups in identities.values() for group in groups)
     differ_in_seed = has_seed and is_single and len({config["seed"] for config in configs}) > 1
     rows = []
-    for groups in identities.values():
+    for (identity, chooses), groups in identities.items():
         for group in groups:
-            parts = labels[names[groups[0][0]]]
+            parts = labels[names[firsts[identity]]]
             given = configs[group[0]].get("name")
             if given and len(group) == 1:
                 parts = {"name": str(given)}
             else:
                 parts = parts | ({"seed": f"seed {configs[group[0]]['seed']}"} if differ_in_seed else {})
                 parts = parts | ({"run": names[group[0]]} if len(groups) > 1 and len(group) == 1 else {})
+            if len(group) > 1 and "run" in parts:
+                # a folder is named after one seed
+                parts = parts | {"run": re.sub(r"-seed\d+", "", parts["run"])}
+            parts = parts | ({CHOOSES: CHOOSES} if chooses else {})
             points = [_point(configs[number], parts) for number in group]
             rows.append(Row(points, [runs[number] for number in group], parts))
     return Sweep(Experiment(), with_unique_labels(rows), LOSS, [], [])
+
+
+def _chooses(config: Mapping[str, Any]) -> bool:
+    """Return whether a run chooses a setting with its seed, so that its loss reports nothing."""
+    seeds = config.get("experiment.selection_seeds")
+    return isinstance(seeds, list) and config.get("seed") in seeds
 
 
 def _point(config: Mapping[str, Any], parts: dict[str, str]) -> Point:
@@ -181,8 +201,6 @@ def distinguishing_settings(configs: Mapping[str, dict[str, Any]]) -> dict[str, 
     are shown, and those without which the labels of different runs would be the same.
     """
     values = list(configs.values())
-    if len(values) == 1 and "model.name" in values[0]:
-        return {run: {"model": str(config["model.name"])} for run, config in configs.items()}
     different = {key: row for key, row in differing_settings(values).items() if not _is_of_option(key, row, values)}
     labels: dict[str, dict[str, str]] = {run: {} for run in configs}
     for shown, key in enumerate(sorted(different, key=lambda key: (not key.endswith(".name"), importance(key)))):
@@ -191,7 +209,8 @@ def distinguishing_settings(configs: Mapping[str, dict[str, Any]]) -> dict[str, 
         if shown < MOST_SHOWN or _distinct(longer) > _distinct(labels):
             labels = longer
     is_distinct = _distinct(labels) == len(labels)
-    return {run: label if label and is_distinct else {"run": run} for run, label in labels.items()}
+    named = {run: {"model": str(config["model.name"])} for run, config in configs.items() if "model.name" in config}
+    return {run: (label or named.get(run) if is_distinct else None) or {"run": run} for run, label in labels.items()}
 
 
 def _parts(key: str, values: Sequence[Any]) -> list[dict[str, str]]:

@@ -15,7 +15,7 @@ from depthlm.config.keys import on_resume, override_text
 from depthlm.config.names import by_name, experiment_of, normal_value, setting_text, short_key
 from depthlm.config.resolve import LENGTHS
 from depthlm.config.schema import Config
-from depthlm.counts import count_text
+from depthlm.counts import count_text, counted
 from depthlm.errors import UserError
 from depthlm.model.shape import Size
 from depthlm.report.rows import Measured, Row, difference, gather, measured, number, paper, paper_difference, pooled
@@ -27,6 +27,8 @@ from depthlm.sweeps.point import Point
 from depthlm.sweeps.points import expand, load_experiment, parsed_value, sweep_points
 
 AVERAGE_PERPLEXITY = "validation/average_perplexity"
+# the updates below which the differences between runs mean nothing, and those below which they do with a single seed
+FEW_UPDATES, FEW_OF_ONE_SEED = 100, 1000
 # the default columns of an experiment
 LOSS = {"loss": VALIDATION_LOSS}
 
@@ -83,6 +85,16 @@ class Sweep:
     def first(self) -> tuple[str, Column]:
         """The column that the figure draws, by name."""
         return next(iter(self.columns.items()))
+
+    @property
+    def trial(self) -> str | None:
+        """Why the differences between these runs mean nothing, as a sentence; None where they may mean something."""
+        updates = max((number(run, "steps") or 0 for run in self.runs if run.state == COMPLETE), default=None)
+        seeds = max((len(row.runs) for row in self.rows), default=0)
+        if updates is None or updates >= (FEW_OF_ONE_SEED if seeds == 1 else FEW_UPDATES):
+            return None
+        trained = f"{counted(round(updates), 'update')} and {counted(seeds, 'seed')}"
+        return f"This tests the commands; its differences mean nothing: the runs have {trained}."
 
     @property
     def as_printed(self) -> bool:
@@ -181,8 +193,10 @@ class Sweep:
         """Return the label of the best row of each task that the seeds separate from all others of the task.
 
         They do where no 95% interval of its difference from another row contains 0; between a row and its reference, it
-        is the interval that `differences` has for the column.
+        is the interval that `differences` has for the column. None of a trial is best.
         """
+        if self.trial:
+            return set()
         sign = 1 if column.better == "lower" else -1
         known = {}
         for (row, other), ours in zip(self._references, self._measured(self._references, column), strict=True):
@@ -201,6 +215,14 @@ class Sweep:
             if all(ours and ours.interval is not None and sign * ours.mean > ours.interval for ours in worse):
                 labels.add(best.label)
         return labels
+
+    def pooled_numbers(self) -> dict[str, Measured | None]:
+        """Return the first column's number of each row by its label; the deviation is pooled over a task's rows."""
+        numbers: dict[str, Measured | None] = {}
+        for rows in self.tasks:
+            known = pooled([measured(row, self.first[1]) for row in rows])
+            numbers |= zip([row.label for row in rows], known, strict=True)
+        return numbers
 
     def _measured(self, pairs: Sequence[tuple[Row, Row | None]], column: Column) -> list[Measured | None]:
         """Return the difference of each pair; the deviation is pooled over pairs whose first rows are of one series."""

@@ -10,7 +10,7 @@ from depthlm.report.comparison import difference_text
 from depthlm.report.equal_cost import COSTS, cost_parts, with_costs
 from depthlm.report.experiment_report import LONGEST_REASON, picture, protocol_parts, state_line
 from depthlm.report.figures.loss_curves import Panel, draw_loss_curves
-from depthlm.report.rows import Measured, Row, measured, number, pooled
+from depthlm.report.rows import Measured, Row, number
 from depthlm.report.scaling_laws import NEEDS, curves, needed_text, savings
 from depthlm.report.sweep import Difference, Sweep
 from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, markdown, number_text, plain
@@ -18,10 +18,10 @@ from depthlm.runs.progress import failure_text
 from depthlm.runs.records import COMPLETE, FAILED
 
 LEGEND = (
-    "Loss: mean over the complete seeds ± half of its 95% interval. Difference: between runs with the same seed and "
-    "otherwise the same settings, with its 95% interval. Both intervals are by Student's t. The variance between seeds "
-    "is pooled: of losses over the rows of one task, such as a size, of differences over those of one mechanism. Bold: "
-    "the best of a task, where the intervals of its differences from all others exclude 0."
+    "Loss: mean over the complete seeds. Difference: between runs with the same seed and otherwise the same settings. "
+    "In brackets: their 95% intervals, by Student's t. The variance between seeds is pooled: of losses over the rows "
+    "of one task, such as a size, of differences over those of one mechanism. Bold: the best of a task, "
+    "where the intervals of its differences from all others exclude 0."
 )
 
 
@@ -33,7 +33,8 @@ def sweep_report(
     settings: tables of the settings that differ. notes: sentences in Markdown. Raises OSError.
     """
     results = results_table(sweep)
-    parts = ["# Runs", f"{state_line(sweep.runs)}.", *choice_state(sweep), *notes, markdown(results), LEGEND]
+    parts = ["# Runs", *([f"**{sweep.trial}**"] if sweep.trial else []), f"{state_line(sweep.runs)}."]
+    parts += [*choice_state(sweep), *notes, markdown(results), LEGEND]
     parts += [*choice_parts(sweep, folder), *cost_parts(sweep, folder)]
     parts += [markdown(table) for table in settings]
     name = "loss_curves.png"
@@ -62,9 +63,7 @@ def results_table(sweep: Sweep) -> Table:
     Where the baseline's sizes determine a law, columns have the compute and the time that it needs for the same loss.
     """
     column = sweep.first[1]
-    losses: dict[str, Measured | None] = {}
-    for rows in sweep.tasks:
-        losses |= zip([row.label for row in rows], pooled([measured(row, column) for row in rows]), strict=True)
+    losses = sweep.pooled_numbers()
     differences = {entry.row.label: entry for entry in sweep.differences() if _is_alike(sweep, entry)}
     costs = with_costs(sweep)
     needs = {entry.size.row.label: entry.needs for entry in savings(costs, curves(costs, COSTS))}
@@ -144,8 +143,11 @@ def _seeds(row: Row, loss: Measured | None) -> str:
 
 
 def _loss_text(loss: Measured, digits: int) -> str:
-    interval = f" ± {number_text(loss.interval, digits)}" if loss.interval is not None else ""
-    return f"{number_text(loss.mean, digits)}{interval}"
+    mean = number_text(loss.mean, digits)
+    if loss.interval is None:
+        return mean
+    low, high = (number_text(loss.mean + side * loss.interval, digits) for side in (-1, 1))
+    return f"{mean} [{low}, {high}]"
 
 
 def _fact(row: Row, name: str) -> str:

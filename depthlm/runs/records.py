@@ -151,8 +151,14 @@ def read_run(directory: str | Path) -> RunRecord:
 
 
 def recorded_settings(directory: str | Path) -> dict[str, Any]:
-    """Return the settings of a run by their dotted keys; {} where config.yaml is missing or broken."""
-    return flatten(read_yaml(RunDirectory(Path(directory)).config))
+    """Return the settings of a run by their dotted keys; {} where config.yaml is missing or broken.
+
+    A run that was extended has `extended_at`, the steps at which it was complete: each time, its schedule had ended.
+    """
+    run = RunDirectory(Path(directory))
+    settings = flatten(read_yaml(run.config))
+    steps = run.extended_at() if settings else []
+    return settings | ({"extended_at": steps} if steps else {})
 
 
 def read_metrics(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from depthlm.accounting.cost import ASSUMPTION, cost_rows, gpu_hours
+from depthlm.accounting.cost import assumption, cost_rows, gpu_hours
 from depthlm.config import Config
 from depthlm.counts import duration_text
 from depthlm.distributed.launchers import Ranks
@@ -160,7 +160,8 @@ def dry_run(config: Config) -> None:
         if device.type == "cuda":
             hours, source = seconds[-1] * plan.max_steps * plan.world_size / 3600, "at the speed of this step"
         else:
-            hours, source = gpu_hours(cost.flops_per_token * plan.total_tokens), ASSUMPTION
+            mechanism = config.model.name
+            hours, source = gpu_hours(cost.flops_per_token * plan.total_tokens, mechanism), assumption(mechanism)
         rows = {
             "peak memory": f"{peak_memory_gib(device):.2f} GiB",
             "step": f"{seconds[-1]:.2f} s ({seconds[0]:.2f} s the first), "

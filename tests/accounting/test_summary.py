@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from depthlm.__main__ import main
+from depthlm.accounting.cost import MEASURED_MFU, long_run_remark
 from depthlm.accounting.memory import MemoryEstimator
 from depthlm.accounting.summary import print_summary, summarize
 from depthlm.config import compose_anywhere
 from depthlm.errors import UserError
+from depthlm.locations import REPOSITORY
+from depthlm.runs.progress import hours_text
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -41,15 +44,45 @@ def test_the_tables_show_the_same_numbers(monkeypatch: pytest.MonkeyPatch, capsy
 def test_gpu_hours_follow_from_the_flops_and_the_stated_assumption(capsys: pytest.CaptureFixture[str]) -> None:
     config = compose_anywhere(["size=micro", "training.max_tokens=1T", "price=3"])
     summary = summarize(config, 4)
-    hours = summary["flops_per_token"] * summary["tokens"] / (0.4 * 989e12) / 3600
+    hours = summary["flops_per_token"] * summary["tokens"] / (0.399 * 989e12) / 3600
     assert summary["gpu_hours"] == pytest.approx(hours)
     print_summary(config, 4, as_json=False)
     printed = re.sub(" +", " ", capsys.readouterr().out)
-    assert "run, GPU hours 1.1 (16 min on 4) on H100 GPUs at 40% of their 989 TFLOP/s, which is assumed" in printed
+    assert "run, GPU hours 1.1 (16 min on 4) on H100 GPUs at 39.9% of their 989 TFLOP/s, as vanilla reached" in printed
     assert f"run, cost ${3 * hours:.2f} at $3.00 per GPU hour" in printed
     print_summary(compose_anywhere(["size=micro"]), 4, as_json=False)
     assert "run, cost" not in capsys.readouterr().out
     assert summarize(compose_anywhere(["size=micro", "training.max_epochs=2"]), 4)["gpu_hours"] is None
+
+
+def test_a_sweep_has_a_line_per_point_and_the_total(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["size=micro", "model=vanilla,mudd", "seed=1,2", "training.max_tokens=100B", "price=2"]
+    run(monkeypatch, "summary", *overrides, "--json")
+    costs = json.loads(capsys.readouterr().out)
+    single = [
+        summarize(compose_anywhere(["size=micro", f"model={name}", *overrides[3:]]), 1) for name in ("vanilla", "mudd")
+    ]
+    for name in ("gpu_hours", "tokens", "steps", "flops_per_token"):
+        assert [cost[name] for cost in costs] == [summary[name] for summary in single for _ in range(2)]
+    total = sum(cost["gpu_hours"] for cost in costs)
+    run(monkeypatch, "summary", "-m", *overrides)
+    printed = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "vanilla, seed 2" in printed
+    assert f"4 points: {hours_text(total)} GPU hours, ${2 * total:,.2f} at $2.00 per GPU hour" in printed
+    assert "at vanilla's: mudd" in printed
+
+
+def test_hours_assume_what_a_gpu_reached() -> None:
+    measured = json.loads((REPOSITORY / "benchmarks/results/gpu-nvidia-h200/mechanisms.json").read_text())["lines"]
+    assert {line["preset"]: round(line["mfu"], 3) for line in measured if line["mode"] == "graphs"} == MEASURED_MFU
+
+
+def test_a_run_of_millions_of_steps_gets_a_remark() -> None:
+    assert long_run_remark(compose_anywhere(["training.max_steps=1M"])) == ""
+    remark = long_run_remark(compose_anywhere(["size=1.5b", "training.max_tokens=50B", "training.batch_size=8"]))
+    assert remark.startswith("16,384 tokens a step are few")
 
 
 def test_the_largest_micro_batch_fits_a_gpu_and_one_more_sequence_does_not() -> None:

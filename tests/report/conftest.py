@@ -2,6 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from depthlm.report import sweep
+
 from ..pictures import quick_pictures, rendered
 
 __all__ = ["quick_pictures", "rendered"]
@@ -11,3 +13,10 @@ __all__ = ["quick_pictures", "rendered"]
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give each test its own folder for runs, reports and configurations."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _runs_are_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the differences between the made-up runs of 40 steps mean something."""
+    for name in ("FEW_UPDATES", "FEW_OF_ONE_SEED"):
+        monkeypatch.setattr(sweep, name, 1)

@@ -1,5 +1,6 @@
 """Reports compare mechanisms at equal parameters, FLOPs, time and memory of generation."""
 
+import json
 import math
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthlm.report.equal_cost import CONTEXT, COSTS, cost_table, with_costs
-from depthlm.report.figures.equal_cost import pareto_front
+from depthlm.report.figures.equal_cost import CostPoint, separated_front
 from depthlm.report.scaling_laws import curves, savings
 from depthlm.report.sweep import read_sweep
 from depthlm.sweeps import sweep_points
@@ -69,7 +70,28 @@ points_of = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1
 
 @given(points=points_of)
 def test_the_front_has_the_points_that_no_other_beats(points: list[tuple[int, int]]) -> None:
-    front = pareto_front([(float(x), float(y)) for x, y in points])
+    front = [point[:2] for point in separated_front([CostPoint(x, y, 0.0) for x, y in points])]
     expected = {(x, y) for x, y in points if not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)}
     assert {*front} == expected
     assert front == sorted(front)
+
+
+def test_the_front_has_only_points_that_intervals_separate() -> None:
+    cheap, alike, better = CostPoint(1, 3.0, 0.1), CostPoint(2, 2.9, 0.05), CostPoint(3, 2.7, 0.1)
+    assert separated_front([cheap, alike, better]) == [cheap, better]
+    assert separated_front([cheap, better._replace(interval=None)]) == []
+
+
+def test_a_training_time_that_the_logged_speeds_do_not_determine_is_unknown() -> None:
+    directories = [point.directory for point in sweep_points(["model=vanilla,mhc", "seed=1"])]
+    for directory in directories:
+        write_run(directory, cache_bytes_per_token=100)
+    # the mean of times that vary by a factor of two is known within 6%
+    rows = [json.loads(line) for line in Path(directories[1], "metrics.jsonl").read_text().splitlines()]
+    varying = [row | {"tokens_per_second": 1000 * (1 + row["step"] % 2)} for row in rows]
+    Path(directories[1], "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in varying))
+    sweep = with_costs(read_sweep(["model=vanilla,mhc", "seed=1"]))
+    assert ["training_seconds" in row.runs[0].summary for row in sweep.rows] == [True, False]
+    table = cost_table(sweep, sweep.rows)
+    assert table is not None
+    assert [[cell.text for cell in row][3:] for row in table.rows] == [["1.000", "–", "1.000"]]

@@ -42,9 +42,42 @@ def test_runs_that_differ_only_in_the_seed_form_one_row() -> None:
         for seed, loss in enumerate(losses, 1):
             write_run(f"outputs/{model}-{seed}", loss, config={"seed": seed, "model": {"name": model}})
     text = report(["outputs"]).read_text()
-    assert row(text, "mhc") == ["3", "**2.9533 ± 0.0843**", "-0.0967 \\[-0.1110, -0.0823\\]", "1M", "40K"]
+    assert row(text, "mhc") == ["3", "**2.9533 \\[2.8690, 3.0376\\]**", "-0.0967 \\[-0.1110, -0.0823\\]", "1M", "40K"]
     assert [row(text, f"mhc, seed {seed}")[0] for seed in (1, 2, 3)] == ["complete"] * 3
     assert Path("outputs/report/report.md").exists()
+
+
+def test_the_seeds_that_choose_a_setting_are_apart_from_those_that_report() -> None:
+    chosen = {"experiment": {"best_over": ["optimizer.lr"], "selection_seeds": [11]}, "optimizer": {"lr": 0.1}}
+    for seed, loss in ((11, 1.0), (1, 3.0), (2, 3.1)):
+        write_run(f"outputs/vanilla-tiny-seed{seed}", loss, config={"seed": seed, **chosen})
+    text = report(["outputs"]).read_text()
+    assert row(text, "vanilla")[:2] == ["2", "3.0500 \\[2.4147, 3.6853\\]"]
+    assert row(text, "vanilla, seeds that choose")[:2] == ["1", "1.0000 \\[0.1015, 1.8985\\]"]
+
+
+def test_an_extended_run_is_apart_from_one_that_was_as_long_from_the_start() -> None:
+    for seed in (1, 2):
+        write_run(f"outputs/{seed}", config={"seed": seed})
+    for step in (20, 30):
+        Path(f"outputs/2/summary-step-{step:08d}.json").write_text("{}")
+    text = report(["outputs"]).read_text()
+    assert [row(text, label)[0] for label in ("extended_at 20,30, seed 2", "vanilla, seed 1")] == ["1", "1"]
+
+
+def test_runs_of_few_updates_are_called_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    for model, loss in (("vanilla", 3.0), ("mhc", 2.0)):
+        for seed in (1, 2, 3):
+            write_run(f"outputs/{model}{seed}", loss + 0.1 * seed, config={"seed": seed, "model": {"name": model}})
+    assert "**2.2000" in report(["outputs"]).read_text()
+    monkeypatch.setattr("depthlm.report.sweep.FEW_UPDATES", 41)
+    text = report(["outputs"]).read_text()
+    assert "**This tests the commands; its differences mean nothing: the runs have 40 updates and 3 seeds.**" in text
+    assert "**2.2000" not in text
+    monkeypatch.setattr("depthlm.report.sweep.FEW_UPDATES", 40)
+    monkeypatch.setattr("depthlm.report.sweep.FEW_OF_ONE_SEED", 1000)
+    assert "This tests the commands" not in report(["outputs"]).read_text()
+    assert "40 updates and 1 seed." in report(["runs=outputs/*1", "to=report"]).read_text()
 
 
 def test_a_second_run_of_a_seed_has_a_row_of_its_own() -> None:

@@ -44,8 +44,8 @@ def test_the_seeds_are_counted_and_their_interval_is_pooled() -> None:
     sweep = read_sweep(overrides)
     assert lines(results_table(sweep)) == {
         # of the deviations 0.0707 and 0.1 with one and two degrees of freedom; Student's t of three is 3.182
-        "lr 3e-3": ["3", "3.0000 ± 0.1677", "1M", "40K"],
-        "lr 1e-3": ["2 of 3", "3.0500 ± 0.2054", "1M", "40K"],
+        "lr 3e-3": ["3", "3.0000 [2.8323, 3.1677]", "1M", "40K"],
+        "lr 1e-3": ["2 of 3", "3.0500 [2.8446, 3.2554]", "1M", "40K"],
     }
     assert lines(runs_table(sweep))["lr 1e-3, seed 3"][:2] == ["stopped", "20"]
     table = results_table(with_baseline(sweep, "optimizer.lr=0.001"))

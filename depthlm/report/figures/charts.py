@@ -56,7 +56,8 @@ class Line:
 def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
     """Draw the first column of each row as a difference against the baseline's; None where there is none to draw.
 
-    Where the protocol is not the paper's, the paper's numbers are in a separate panel. Returns notes on the figure.
+    Where the protocol is not the paper's, the paper's numbers are in a separate panel; a trial has none. Returns notes
+    on the figure.
     """
     from matplotlib.patches import Patch
 
@@ -64,7 +65,7 @@ def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
     bars = [entry for entry in sweep.differences() if entry.reference is not None]
     if all(bar.ours is None and bar.paper is None for bar in bars):
         return None
-    with_paper = any(bar.paper is not None for bar in bars)
+    with_paper = any(bar.paper is not None for bar in bars) and sweep.trial is None
     side_by_side = with_paper and not sweep.as_printed
     shift = BAR / 2 if with_paper and not side_by_side else 0.0
     panels = 2 if side_by_side else 1
@@ -72,7 +73,7 @@ def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
     for number, bar in enumerate(bars):
         colour = mechanism_of(bar.row.points[0]).colour
         _draw_ours(axes[0, 0], bar, number - shift, colour, column.digits)
-        if bar.paper is not None:
+        if bar.paper is not None and with_paper:
             look = {"color": "white", "edgecolor": colour, "hatch": "////", "lw": 1.2}
             drawn = axes[0, -1].barh(number + shift, bar.paper, BAR, **look)
             axes[0, -1].bar_label(drawn, [signed_text(bar.paper, column.digits)], padding=4, size=8)
@@ -108,7 +109,7 @@ def draw_lines(
     what is drawn instead of its mean over seeds and the interval of that. ringed: the labels of rows to mark. Returns
     notes on the figure.
     """
-    ours, papers = _lines(sweep, False, numbers, ringed), _lines(sweep, True)
+    ours, papers = _lines(sweep, False, numbers, ringed), [] if sweep.trial else _lines(sweep, True)
     # on one axis only if they are comparable
     panels = [lines for lines in ([ours + papers] if sweep.as_printed else [ours, papers]) if lines]
     if not panels:

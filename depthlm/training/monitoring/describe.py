@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.accounting import count_parameters
+from depthlm.accounting.cost import long_run_remark
 from depthlm.accounting.memory import Memory
 from depthlm.config import Config
 from depthlm.config.reproduce import MASKS
@@ -60,6 +61,7 @@ def derived(
         "validation": ", ".join(f"{name} ({count_text(len(tokens))})" for name, tokens in corpus.validation.items()),
         "run": f"{plan.max_steps} steps, {count_text(plan.total_tokens)} tokens{epochs}, "
         f"warm-up {counted(plan.warmup_steps, 'step')}, {config.schedule.name} from {config.optimizer.lr:g}",
+        **({"remark": remark} if (remark := long_run_remark(config)) else {}),
         "batch": f"{plan.batch_size} sequences x {plan.sequence_length} = {plan.tokens_per_step:,} tokens = "
         f"{counted(plan.world_size, 'rank')} x {plan.accumulation} accumulated x {plan.micro_batch_size} sequences",
         "FLOPs": f"{count_text(flops_per_token)} per token, {flops_per_token * plan.total_tokens:.3g} in all",
