@@ -15,3 +15,8 @@ __version__ = "0.2.0"
 __getattr__ = lazy_attributes(
     __name__, {"build_model": "build", "compose": "config", "load": "build", "train": "training"}
 )
+
+
+def __dir__() -> list[str]:
+    """List the public names, of which most are imported at first use."""
+    return list(__all__)

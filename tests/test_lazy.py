@@ -16,6 +16,8 @@ def test_every_public_name_can_be_imported(package: str) -> None:
     module = importlib.import_module(package)
     for name in module.__all__:
         assert getattr(module, name) is not None
+    if package == "depthlm":
+        assert dir(module) == sorted(module.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = module.nothing
 

@@ -127,7 +127,7 @@ def check_command_line(line: CommandLine) -> Config | None:
     errors = [f"{text}: {why}" for text in line.overrides for key, why in FIXED.items() if text.startswith(key)]
     if not line.multirun and run_of(line.overrides) is None:
         errors += _experiment_errors(line)
-    if errors:
+    if errors and not line.multirun:
         raise ConfigError(errors)
     if not line.multirun:
         return compose(line.overrides, line.config_dir)
@@ -138,7 +138,13 @@ def check_command_line(line: CommandLine) -> Config | None:
             raise UserError(f"{group}: not installed; {install_command(extra)}")
     # another sweeper chooses its own points, and may write its database to outputs/ before the first run
     other_sweeper = any(text.startswith("hydra/sweeper=") for text in line.overrides)
-    check_points([text for text in line.overrides if not (other_sweeper and is_axis(text))], line.config_dir)
+    checked = [text for text in line.overrides if not text.startswith(tuple(FIXED))]
+    try:
+        check_points([text for text in checked if not (other_sweeper and is_axis(text))], line.config_dir)
+    except ConfigError as error:
+        raise ConfigError([*errors, *error.errors]) from None
+    if errors:
+        raise ConfigError(errors)
     if other_sweeper:
         Path("outputs").mkdir(exist_ok=True)
     return None

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from depthlm.config.errors import listed, nearest
@@ -27,7 +28,10 @@ def read_arguments(schema: type[Arguments], given: Sequence[str], prefix: str = 
     for text in given:
         name, equals, value = text.partition("=")
         if not equals:
-            errors.append(f"{prefix}{text}: not key=value{nearest(text.lstrip('-'), known)}")
+            hint = nearest(text.lstrip("-"), known)
+            if "run" in known and Path(text).is_dir():
+                hint = f"; did you mean `run={text}`?"
+            errors.append(f"{prefix}{text}: not key=value{hint}")
         elif name not in known:
             errors.append(f"{prefix}{text}: no such key; allowed: {listed(known)}{nearest(name, known)}")
         else:

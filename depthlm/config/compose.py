@@ -75,6 +75,8 @@ class _Resolved(NamedTuple):
 
 def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> tuple[Config, Config | None]:
     """Return the configuration that the overrides compose, and the saved one of the run that `run=` names."""
+    if isinstance(overrides, str):
+        raise ConfigError([f"overrides={overrides!r}: must be a list, as in {overrides.split()}"])
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigError([f"config_dir={config_dir}: no such folder"])
     run = run_of(overrides)

@@ -24,6 +24,8 @@ def nearest(given: str, allowed: Iterable[str], cutoff: float = 0.6) -> str:
     candidates = list(allowed)
     # a leaf typed without its group, as in `lr` for `optimizer.lr`
     close = sorted((name for name in candidates if name.rsplit(".", 1)[-1] == given), key=_is_size_key)[:3]
+    # spelled with other capitals, as in `mHC`
+    close = close or [name for name in candidates if name.casefold() == given.casefold()]
     close = close or difflib.get_close_matches(given, candidates, n=1, cutoff=cutoff)
     return f"; did you mean {' or '.join(f'`{name}`' for name in close)}?" if close else ""
 

@@ -104,7 +104,9 @@ def report_name(overrides: Sequence[str], baseline: str | None = None) -> str:
         if on_resume(name) != "free" or name == "experiment.best_over"
     }
     settings = {name: given[name] for name in sorted(given, key=importance)}
-    return _name("report", settings | ({} if baseline is None else {"baseline": baseline}))
+    name = _name("report", settings | ({} if baseline is None else {"baseline": baseline}))
+    # a group inside another one, such as model/connection
+    return name.replace("/", ".")
 
 
 def other_settings(overrides: Sequence[str]) -> dict[str, str]:

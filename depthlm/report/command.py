@@ -1,5 +1,6 @@
 """`python -m depthlm report`: writes report.md and its figures, prints the main table, and uploads them to W&B."""
 
+import difflib
 import hashlib
 import shlex
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 from depthlm.config.names import report_name
 from depthlm.config.schema import Tracker
 from depthlm.console import stdout_console
+from depthlm.counts import counted
 from depthlm.errors import UserError
 from depthlm.files import replace_text
 from depthlm.locations import command
@@ -17,10 +19,11 @@ from depthlm.report.comparison import comparison_tables
 from depthlm.report.experiment_report import experiment_report, state_line, warnings, with_available_metric
 from depthlm.report.figures.loss_curves import panels_of
 from depthlm.report.runs_report import NO_DIFFERENCE, REPORT, SETTINGS, find_runs, holds_run, runs_report
-from depthlm.report.sweep import read_sweep, with_baseline
+from depthlm.report.sweep import Sweep, read_sweep, with_baseline
 from depthlm.report.sweep_report import results_table, sweep_report
 from depthlm.report.tables import DASH, MISSING, Table, show
-from depthlm.runs.records import RunRecord
+from depthlm.runs.listing import run_folders
+from depthlm.runs.records import WAITING, RunRecord
 from depthlm.runs.weights_and_biases import init as init_wandb
 from depthlm.streams import printable
 from depthlm.sweeps.best import undecided_text
@@ -74,7 +77,24 @@ def _report_sweep(
         path, tables = _write(folder, lambda: sweep_report(sweep, folder, panels_of(sweep)))
     waiting = [f"{undecided_text(sweep.undecided)}."] if sweep.undecided else []
     _show(path, tables, [*warnings(sweep), f"{state_line(sweep.runs)}.", *waiting], project)
+    if all(run.state == WAITING for run in sweep.runs):
+        print(_untrained(overrides, config_dir, sweep))
     return path
+
+
+def _untrained(overrides: Sequence[str], config_dir: str | Path | None, sweep: Sweep) -> str:
+    """Return the command that trains a sweep of which no run has begun, and which runs exist beside it."""
+    flags = [] if config_dir is None else [f"--config-dir={config_dir}"]
+    lines = [f"No run has begun. To train them: {command('train.py', 'train')} -m {shlex.join([*overrides, *flags])}"]
+    folders = {run.directory.parent for run in sweep.runs}
+    others = [str(folder) for root in sorted(folders) if root.is_dir() for folder in run_folders(root)]
+    if others:
+        names = [str(run.directory) for run in sweep.runs]
+        close = next(iter(difflib.get_close_matches(names[0], others, n=1, cutoff=0.0)))
+        verb = "has" if len(others) == 1 else "have"
+        beside = f"{counted(len(others), 'other run')} beside them {verb} other settings"
+        lines.append(f"{beside}, such as {close}: check the overrides")
+    return "\n".join(lines)
 
 
 def report_runs(

@@ -104,7 +104,11 @@ def check_points(
     """
     if run_of(overrides) is not None:
         raise ConfigError(["run=: resumes or varies one run; define a sweep by its overrides or by experiment="])
-    points = sweep_points(overrides, config_dir)
+    try:
+        points = sweep_points(overrides, config_dir)
+    except ConfigError as error:
+        # a mistake in the points hides none in the overrides
+        raise ConfigError([*error.errors, *_mistakes(overrides, config_dir, composed)]) from None
     errors = [] if points else [_no_points(overrides)]
     directories: set[str | None] = set()
     for point in points:
@@ -124,6 +128,19 @@ def check_points(
     if errors:
         raise ConfigError(errors)
     return points
+
+
+def _mistakes(overrides: Sequence[str], config_dir: str | Path | None, composed: Compose) -> list[str]:
+    """Return the mistakes in the product of the axes, apart from the points of an experiment."""
+    errors: list[str] = []
+    with hydra_at_conf():
+        products = list(_product([text for text in overrides if not text.startswith("experiment")]))
+    for product in products:
+        try:
+            composed(product, config_dir)
+        except ConfigError as error:
+            errors += error.errors
+    return errors
 
 
 def _no_points(overrides: Sequence[str]) -> str:

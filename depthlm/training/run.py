@@ -129,11 +129,13 @@ def show_complete(config: Config, summary: dict[str, Any], rank: int) -> None:
             f"training.profile=true: the run in {directory} is complete, so there is no step left to profile; profile "
             f"another run, as in output_dir={directory}-profile"
         )
-    show_summary("This run is complete", directory, summary, rank)
-    if missing := missing_part(directory, summary["steps"]):
-        log.warning("its last checkpoint is not: %s; %s", missing, retrain(directory))
+    missing = missing_part(directory, summary["steps"])
+    title = "This run is complete" if missing is None else "This run was complete, and its last checkpoint is lost"
+    show_summary(title, directory, summary, rank)
+    if missing is not None:
+        log.warning("%s; %s", missing, retrain(directory))
     elif rank == 0:
-        show_next_commands(directory)
+        show_next_commands(config)
 
 
 def dry_run(config: Config) -> None:

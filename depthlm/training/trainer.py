@@ -351,5 +351,5 @@ class Trainer:
             record_results(self.config, last)
         log_sample(self.config, self.engine, corpus)
         if self.is_rank_0:
-            show_next_commands(self.paths.path)
+            show_next_commands(self.config)
         return summary

@@ -176,6 +176,7 @@ def test_depthlm_alone_prints_its_help(capsys: pytest.CaptureFixture[str], monke
         (["generat"], "depthlm: generat: no such command; allowed: train, prepare, "),
         (["generat"], "; did you mean `generate`?"),
         (["generate", "--prompt", "hi"], "--prompt: not key=value; did you mean `prompt`?"),
+        (["evaluate", "/tmp"], "/tmp: not key=value; did you mean `run=/tmp`?"),
     ],
 )
 def test_a_misspelt_command_or_key_gets_the_nearest_name(

@@ -1,5 +1,6 @@
 """Overrides are composed into the expected configuration."""
 
+import re
 from pathlib import Path
 
 import hydra
@@ -10,7 +11,7 @@ from omegaconf import OmegaConf
 
 import depthlm
 from depthlm.commands.train import read_command_line
-from depthlm.config import compose_anywhere, run_steps, warmup_steps
+from depthlm.config import ConfigError, compose_anywhere, run_steps, warmup_steps
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf, open_names
 from depthlm.config.keys import keys
 from depthlm.counts import parse_count
@@ -99,6 +100,11 @@ def test_a_model_on_the_meta_device_returns_logits_of_the_right_shape() -> None:
 
 def test_batch_tokens_sets_the_batch_size() -> None:
     assert depthlm.compose(["training.batch_tokens=4096", "training.sequence_length=128"]).training.batch_size == 32
+
+
+def test_a_single_text_is_not_read_letter_by_letter() -> None:
+    with pytest.raises(ConfigError, match=re.escape("must be a list, as in ['size=micro', 'seed=2']")):
+        depthlm.compose("size=micro seed=2")
 
 
 def test_arguments_added_by_launchers_are_ignored() -> None:

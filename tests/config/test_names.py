@@ -61,6 +61,7 @@ def test_a_report_on_a_choice_has_a_folder_of_its_own() -> None:
     sweep = ["model=vanilla,mhc", "optimizer.lr=1e-3,2e-3"]
     assert report_name([*sweep, "experiment.title=Rates"]) == report_name(sweep) == "report-vanilla-mhc-lr1e-3-2e-3"
     assert report_name([*sweep, "experiment.best_over=optimizer.lr"]) == f"{report_name(sweep)}-best_over-optimizer.lr"
+    assert "/" not in report_name(["model/connection=dca,mhc"])
 
 
 def test_names_that_are_too_long_or_ambiguous_end_in_a_hash() -> None:

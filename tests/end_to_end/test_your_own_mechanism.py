@@ -45,6 +45,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (checkout / ".venv").symlink_to(sys.prefix)
     done = subprocess.run(["bash", "-c", script_of(PAGE)], cwd=checkout, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "generate run=outputs/gated_skip trust=my_mechanisms.gated_skip prompt=" in done.stdout + done.stderr
     return checkout.parent / "my_work"
 
 

@@ -47,6 +47,21 @@ def test_report_prints_the_main_table_and_the_path(
     assert "[A]" in Path("outputs/pair/report/report.md").read_text().replace("\\", "")
 
 
+def test_a_sweep_without_runs_ends_with_the_command_that_trains_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "experiment=pair", "seed=3", "to=report")
+    printed = capsys.readouterr().out
+    trained = f"No run has begun. To train them: python train.py -m experiment=pair seed=3 --config-dir={CONFIGS}\n"
+    assert printed.endswith(trained)
+    write_run("outputs/pair/vanilla-tiny-seed1")
+    run(monkeypatch, "experiment=pair", "seed=3", "to=report")
+    beside = (
+        "1 other run beside them has other settings, such as outputs/pair/vanilla-tiny-seed1: check the overrides\n"
+    )
+    assert capsys.readouterr().out.endswith(f"{trained}{beside}")
+
+
 def test_overrides_select_points_and_changes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     write_run("outputs/pair/dca-tiny-seed1", 2.25)
     write_run("outputs/pair/dca-tiny-seed2", 2.75)

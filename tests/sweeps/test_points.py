@@ -1,6 +1,7 @@
 """The points of a sweep, as used by -m, submit.py and report."""
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -208,6 +209,16 @@ def test_every_point_is_checked_before_any_runs(folder: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         check_points(["experiment=mine/it", "model=vanilla", "training.max_steps=0", "optimizer.lr=1,-1"], folder)
     assert {error.partition("=")[0] for error in caught.value.errors} == {"training.max_steps", "optimizer.lr"}
+
+
+def test_mistakes_of_a_sweep_and_of_its_points_are_reported_together() -> None:
+    overrides = ["model=vanilla,mHC", "optimizer.lrr=1", "experiment.best_over=optimizer.lr"]
+    with pytest.raises(ConfigError) as caught:
+        check_points(overrides)
+    text = "\n".join(caught.value.errors)
+    assert "experiment.best_over=[optimizer.lr]: needs experiment.selection_seeds" in text
+    assert "optimizer.lrr=1: no such key; did you mean `optimizer.lr`?" in text
+    assert re.search("model=mHC: no such model; .*did you mean `mhc`", text)
 
 
 def test_an_axis_without_values_is_refused() -> None:

@@ -15,6 +15,8 @@ from tokenizers import Tokenizer as Encoder
 from torch import Tensor
 
 from depthlm.config import Config, ConfigError
+from depthlm.config.keys import override_text
+from depthlm.config.names import normal_value
 from depthlm.config.saved import compare
 from depthlm.config.schema import Model
 from depthlm.data import Tokenizer
@@ -78,11 +80,15 @@ def changed_functions(saved: Mapping[str, Any], configured: Model, model: Decode
     for part, (vanilla, ours) in parts.items():
         target = (saved.get(part) or {}).get("_target_", f".{vanilla.__name__}")
         setting = None if ours is None else ours.identity_start
+        name, _, value = (setting or "").partition("=")
+        if name and normal_value(name, override_text(getattr(configured, part).get(name))) == normal_value(name, value):
+            # the decoder has this setting
+            setting = ""
         if ours is None or type(ours) is vanilla or target.rpartition(".")[2] != vanilla.__name__ or setting == "":
             continue
         advice = f"; with model.{part}.{setting} it does" if setting else ""
-        name = getattr(configured, part)["_target_"].rpartition(".")[2]
-        lines.append(f"with {name}, the decoder does not initially compute exactly what these weights did{advice}")
+        mechanism = getattr(configured, part)["_target_"].rpartition(".")[2]
+        lines.append(f"with {mechanism}, the decoder does not initially compute exactly what these weights did{advice}")
     return lines
 
 

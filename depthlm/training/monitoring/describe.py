@@ -12,6 +12,7 @@ from depthlm.accounting.cost import long_run_remark
 from depthlm.accounting.memory import Memory
 from depthlm.config import Config
 from depthlm.config.reproduce import MASKS
+from depthlm.config.saved import targets
 from depthlm.config.validate.decoder import reads_across_layers
 from depthlm.counts import count_text, counted, duration_text, gib_text
 from depthlm.data import Batches, Corpus
@@ -150,12 +151,16 @@ def show_summary(title: str, directory: Path, summary: dict[str, Any], rank: int
     show_table(title, rows, rank)
 
 
-def show_next_commands(directory: Path) -> None:
+def show_next_commands(config: Config) -> None:
     """Print commands that use a complete run, without a table, so that a long command can be copied."""
+    directory = RunDirectory.of(config.output_dir).path
+    modules = dict.fromkeys(target.rpartition(".")[0] for target in targets(config.model).values())
+    own = [name for name in modules if not f"{name}.".startswith("depthlm.")]
+    trust = f" trust={','.join(own)}" if own else ""
     run = shlex.quote(str(directory))
     commands = (
-        f'{command("-m depthlm generate", "generate")} run={run} prompt="The"',
-        f"{command('-m depthlm inspect', 'inspect')} run={run}",
+        f'{command("-m depthlm generate", "generate")} run={run}{trust} prompt="The"',
+        f"{command('-m depthlm inspect', 'inspect')} run={run}{trust}",
         f"{command('-m depthlm runs', 'runs')} --compare {run} <another run>",
     )
     console.print("\n  ".join(["Next:", *commands]), soft_wrap=True, markup=False)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import depthlm
 from depthlm.config import Config
+from depthlm.config.schema import Model
 from depthlm.inspect import collect
 from depthlm.locations import CONF
 from depthlm.mechanisms.depth_attention import DepthAttention
@@ -117,6 +118,14 @@ def test_a_mechanism_says_how_it_starts_as_vanilla(
         tolerance = 1e-12 if "mhc" not in model[part]["_target_"] else 1e-9 + 100 * model[part]["res_eps"]
         torch.testing.assert_close(decoder(TOKENS), expected, rtol=0, atol=tolerance)
         assert "does not initially compute" not in caplog.text
+
+
+def test_a_start_at_0_is_a_setting_like_any_other() -> None:
+    decoder = depthlm.build_model(depthlm.compose(["size=micro", "model=laurel"]), "meta")
+    decoder.connections[0].identity_start = "start=0"
+    for start, expected in ((0.0, 0), (0, 0), (1.0, 1)):
+        configured = Model(connection={"_target_": "mine.Mine", "start": start})
+        assert len(init_from.changed_functions({}, configured, decoder)) == expected
 
 
 IDENTITY = {"start": "identity"}
