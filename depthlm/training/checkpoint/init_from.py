@@ -81,7 +81,8 @@ def changed_functions(saved: Mapping[str, Any], configured: Model, model: Decode
         target = (saved.get(part) or {}).get("_target_", f".{vanilla.__name__}")
         setting = None if ours is None else ours.identity_start
         name, _, value = (setting or "").partition("=")
-        if name and normal_value(name, override_text(getattr(configured, part).get(name))) == normal_value(name, value):
+        key = f"model.{part}.{name}"
+        if name and normal_value(key, override_text(getattr(configured, part).get(name))) == normal_value(key, value):
             # the decoder has this setting
             setting = ""
         if ours is None or type(ours) is vanilla or target.rpartition(".")[2] != vanilla.__name__ or setting == "":
