@@ -81,6 +81,7 @@ class AttentionResiduals(Connection):
     colour = "#D55E00"
     has_edges = True
     identity_start = "start=identity"
+    why_undefined = "with values=normed, every source has the same size, whatever the factor of its outputs"
 
     def __init__(
         self,
@@ -126,8 +127,8 @@ class AttentionResiduals(Connection):
             raise ValueError(f"heads={heads}: needs values=raw, and neither mixing=scalars nor separate_qkv")
         self.window, self.heads = window, heads
         self.block_size = block_size or default_block_size(spec)
-        # a mean over blocks, each of which is a sum of outputs
-        self.accumulates = "sum" if mixing == "sigmoid" else 1 if values == "normed" else self.block_size
+        # a read is a multiple of the sum of the embedding and these outputs, and is normalized
+        self.accumulates = None if values == "normed" else "sum" if window is None else window * self.block_size
         self.has_gate = start == "identity"
         if self.has_gate:
             self.accumulates, self.identity_start = "sum", ""

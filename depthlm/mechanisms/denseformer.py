@@ -10,7 +10,7 @@ Y_i goes to the final norm. The paper calls the sum an average, but its weights 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,8 @@ class DenseFormer(Connection):
     colour = "#E69F00"
     identity_start = ""
     accumulates = "sum"
+    # every average has one for each block before it, and multiplies whole hidden states
+    depth_exponents: ClassVar = {"a": 2.0}
     has_edges = True
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, period: int = 1, dilation: int = 1):

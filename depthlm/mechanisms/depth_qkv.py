@@ -41,7 +41,7 @@ class DepthQKV(Connection):
     the backbone, but as wide as hidden_size / num_heads. Neither queries nor keys have a norm or RoPE.
     """
 
-    accumulates = 1
+    accumulates = "sum"
     has_edges = True
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):

@@ -57,7 +57,7 @@ class HyperConnections(Connection):
     colour = "#882255"
     identity_start: str | None = ""
     accumulates = "sum"
-    depth_exponents: ClassVar = {"static_res": 1.0, "scale": 1.0}
+    depth_exponents: ClassVar = {"static_res": 1.0, "w": 1.0, "scale": 1.0}
     width_exponents: ClassVar = {"w": 1.0}
 
     def __init__(

@@ -37,7 +37,7 @@ class MRLA(Connection):
     the output that they read, and sigma is a sigmoid. Table 5 omits norms; ours is the mean over e in place of the sum.
     """
 
-    accumulates = "sum"
+    why_undefined = "no read but the first has the embedding, beside which the outputs would be small"
     has_edges = True
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):

@@ -58,8 +58,9 @@ class Connection(nn.Module):
     read_ahead: reads several sublayers at once (see `depthlm.model.read_ahead`); None: each reads alone.
     colour: of the mechanism in all figures, as "#RRGGBB"; "": one that follows from its name.
     output_gain: the factor of the initial values, outputs and MLP matrices of the sublayer.
-    accumulates: how many outputs of sublayers a read adds up: "sum": all before it; a number; None: undefined, for the
-        reason `why_undefined`. `parametrization=completep` divides outputs by the growth of this number with the depth.
+    accumulates: how many outputs of sublayers a read adds to the embedding, in a sum or a mean: "sum": all before it; a
+        number: the newest ones; None: undefined, for the reason `why_undefined`. `parametrization=completep` divides
+        outputs by the growth of this number with the depth.
     identity_start: the setting, such as "start=identity", with which a decoder initially computes what vanilla computes
         with the same weights; "": it does; None: no setting does. A run with `init_from` logs it.
     is_compiled: whether torch.compile may compile `read` and `write` together with the sublayers beside them. They must

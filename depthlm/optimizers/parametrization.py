@@ -7,10 +7,10 @@ a matrix, and e the width of a head. The factors are relative to those of the ba
     CompleteP (arXiv 2505.01618, alpha 1):   also outputs of sublayers / m_L, decay of matrices m, epsilon / (m_D m_L)
 
 Where a read does not add up all outputs, the number of those that it adds up takes the place of L in their factor
-(`summed_outputs`). A factor c of the result of a parameter w is part of w: it starts as c w, with rate c, and with
-decay and epsilon 1 / c. With an optimizer whose updates do not depend on the scale of gradients, such as AdamW, that is
-the same as a factor in the model, but for the clipping of gradients, and costs nothing. So the factors equal those of
-the released code of CompleteP (github.com/EleutherAI/nanoGPT-mup).
+(`summed_outputs`). A mean counts as a sum, since a norm follows. A factor c of the result of a parameter w is part of
+w: it starts as c w, with rate c, and with decay and epsilon 1 / c. With an optimizer whose updates do not depend on the
+scale of gradients, such as AdamW, that is the same as a factor in the model, but for the clipping of gradients, and
+costs nothing. So the factors equal those of the released code of CompleteP (github.com/EleutherAI/nanoGPT-mup).
 
 A module declares those of its own and its children's parameters whose rate follows the width unlike that of a matrix,
 as m to a negative power: 1 for a vector over which a product sums, 2 for a matrix whose result another product sums.
@@ -18,7 +18,8 @@ as m to a negative power: 1 for a vector over which a product sums, 2 for a matr
     width_exponents = {"query": 1.0, "query_proj.weight": 2.0}
 
 In the same way, CompleteP takes m_L to a negative power for the rate of a parameter whose effect each layer adds to the
-hidden state beside the outputs, such as a learned factor of the residual stream:
+hidden state beside the outputs: 1 for a learned factor of the residual stream, and 2 for vectors with such a factor for
+each layer before it.
 
     depth_exponents = {"weight": 1.0}
 """
@@ -32,9 +33,8 @@ from depthlm.model.connection import Connection
 from depthlm.model.decoder import Decoder
 from depthlm.model.parameters import Factors, kind_of, owned_parameters
 
-# the last norm of a sublayer, which its output includes, by backbone.norm_placement
-LAST_NORMS = {"post": "(attention|mlp)_norm", "both": "(attention|mlp)_post_norm"}
-LAST_MATRICES = r"(attention\.o_proj|mlp(\..+)?\.down_proj)"
+# the last matrix of a sublayer
+LAST_MATRICES = r"layers\.\d+\.(attention\.o_proj|mlp(\..+)?\.down_proj)"
 
 
 def parametrize(model: Decoder, base: Decoder, name: Literal["mup", "completep"], base_connection: Connection) -> None:
@@ -65,13 +65,14 @@ def parametrize(model: Decoder, base: Decoder, name: Literal["mup", "completep"]
 
 
 def summed_outputs(connection: Connection) -> int:
-    """Return how many outputs of sublayers a read of a connection adds up. Raises ValueError if that is not defined."""
+    """Return how many outputs of sublayers the last read adds up. Raises ValueError if that is not defined."""
     rule, name = connection.accumulates, type(connection).__name__
     if rule is None:
         raise ValueError(f"not defined for {name}: {connection.why_undefined}")
     if rule != "sum" and not isinstance(rule, int):
         raise ValueError(f'{name}.accumulates = {rule!r}: must be "sum", a number of outputs, or None')
-    return 2 * connection.spec.num_layers if rule == "sum" else rule
+    existing = 2 * connection.spec.num_layers
+    return existing if rule == "sum" else min(rule, existing)
 
 
 def _declared(model: nn.Module, attribute: str) -> dict[str, float]:
@@ -91,8 +92,7 @@ def _result_factors(model: Decoder, base: Decoder, width: float, output_factor: 
         if (key_size := getattr(module, "key_size", None)) is not None:
             last = "q_norm" if hasattr(module, "q_norm") else "q_proj"
             factors[f"{path}.{last}"] = (of_base.key_size / key_size) ** 0.5
-    last_of_sublayer = LAST_NORMS.get(model.backbone.norm_placement, LAST_MATRICES)
     for name in [*dict(model.named_modules()), *dict(model.named_parameters())]:
-        if re.fullmatch(rf"layers\.\d+\.{last_of_sublayer}", name):
+        if re.fullmatch(LAST_MATRICES, name):
             factors[name] = output_factor
     return factors

@@ -28,7 +28,7 @@ WIDE = ["size=nano_60k", "size.hidden_size=64", "size.intermediate_size=176", "s
         "data.tokenizer=bytes", "precision=fp32", "parametrization.base_size=nano_60k"]  # fmt: skip
 WIDTH, DEPTH = 2.0, 3.0
 # presets without a factor of the outputs
-UNDEFINED = ["gated_residual", "mudd", "unet_skip"]
+UNDEFINED = ["attention_residuals_inkling2", "gated_residual", "mudd", "unet_skip"]
 
 
 def composed(*overrides: str) -> Config:
@@ -145,16 +145,15 @@ CONNECTIONS: dict[str, tuple[float, dict[str, tuple[float, float, float]]]] = {
     "rezero": (-1, {"alpha": NOTHING}),
     "embedding_skip": (-1, {"weight": (0.0, -1.0, 0.0)}),
     "laurel": (-1, {"down": MATRIX, "up": (0.0, -1.0, 0.0), "gamma": NOTHING}),
-    "denseformer": (-1, {"a": NOTHING}),
+    "denseformer": (-1, {"a": (0.0, -2.0, 0.0)}),
     "dca": (-1, {"b": NOTHING, "w": MATRIX}),
     "attention_residuals": (-1, {"query": MATRIX, "key_norm": NOTHING}),
     "attention_residuals_recency": (-1, {"query": MATRIX, "key_norm": NOTHING, "recency": NOTHING}),
     "depth_dense": (-1, {"proj.weight": MATRIX}),
     # heads twice as wide: scores are divided by the root of 2 once more
-    "depth_qkv": (0, {"q_proj.weight": (-1.5, 0.0, -1.0), "k_proj.weight": MATRIX, "v_proj.weight": MATRIX}),
-    "mrla": (-1, {"q_proj.weight": MATRIX, "k_proj.weight": MATRIX, "c": NOTHING}),
+    "depth_qkv": (-1, {"q_proj.weight": (-1.5, 0.0, -1.0), "k_proj.weight": MATRIX, "v_proj.weight": MATRIX}),
     "hyper_connections": (-1, {
-        "static_pre": NOTHING, "static_post": NOTHING, "static_res": (0.0, -1.0, 0.0), "w": MATRIX,
+        "static_pre": NOTHING, "static_post": NOTHING, "static_res": (0.0, -1.0, 0.0), "w": (-1.0, -1.0, -0.5),
         "scale": (0.0, -1.0, 0.0),
     }),
     "mhc": (-1, {"norm": NOTHING, "phi": MATRIX, "alpha": NOTHING, "bias": NOTHING}),
@@ -185,10 +184,16 @@ def test_the_factors_of_a_connection_follow_width_and_depth(name: str) -> None:
     assert output.lr == pytest.approx(DEPTH**depth_of_outputs / WIDTH)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_completep_is_refused_where_depth_means_nothing(name: str) -> None:
-    config = widened(f"model/connection={name}")
-    (error,) = check_parametrization(config)
+REFUSED = [
+    *(f"model/connection={name}" for name in OTHERS),
+    "model/connection=attention_residuals model.connection.values=normed",
+    "backbone=olmo2",
+]
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_completep_is_refused_where_depth_means_nothing(overrides: str) -> None:
+    (error,) = check_parametrization(widened(*overrides.split()))
     assert "not defined for" in error
     assert error.endswith("parametrization=mup needs no depth")
 
@@ -211,31 +216,72 @@ def test_the_rates_of_other_parts_follow_the_width(overrides: list[str], expecte
         assert model.factors[name].lr == pytest.approx(WIDTH**exponent), name
 
 
-@pytest.mark.parametrize(("mixing", "exponent"), [("scalars", 0), ("softmax", 0), ("sigmoid", -1)])
-def test_only_a_sum_of_all_outputs_divides_them_by_the_depth(mixing: str, exponent: int) -> None:
-    settings = ["model/connection=attention_residuals", "model.connection.block_size=1"]
-    model = depthlm.build_model(widened(*settings, f"model.connection.mixing={mixing}"), "meta")
-    assert model.factors["layers.0.mlp.down_proj.weight"].lr == pytest.approx(DEPTH**exponent / WIDTH)
+# connections, further settings, attentions and backbones for which CompleteP is defined
+QUICK = [f"model/connection={name}" for name in ("residual", "attention_residuals", "denseformer", "hyper_connections")]
+VARIANTS = [
+    *sorted({f"model/connection={name}" for name in CONNECTIONS} - {*QUICK}),
+    "model/connection=attention_residuals model.connection.block_size=1",
+    "model/connection=attention_residuals model.connection.block_size=1 model.connection.window=2",
+    "model/connection=attention_residuals model.connection.query=input_dependent",
+    "model/connection=attention_residuals model.connection.mixing=scalars",
+    "model/connection=attention_residuals model.connection.mixing=sigmoid",
+    "model/connection=attention_residuals model.connection.start=identity",
+    "model/connection=attention_residuals_recency model.connection.start=identity",
+    "model/connection=dca model.connection.version=1",
+    "model/connection=dca model.connection.last_k=2",
+    "model/connection=denseformer model.connection.dilation=2",
+    "model/connection=hyper_connections model.connection.collapse=learned",
+    "model/connection=laurel model.connection.variant=rw",
+    "model/connection=layer_scale model.connection.start=0.1",
+    "model/connection=mhc model.connection.start=zero",
+    *(f"model/attention={path.stem}" for path in sorted((CONF / "model/attention").glob("*.yaml"))),
+    "model.loops=2",
+    "backbone=kimi_linear",
+    "backbone=qwen3_moe",
+]
 
 
-def test_a_mean_over_blocks_is_scaled_by_the_outputs_of_a_block() -> None:
-    overrides = ["parametrization=completep", "model=attention_residuals", "model.connection.block_size"]
-    fixed = depthlm.build_model(composed(*overrides[:2], f"{overrides[2]}=2"), "meta")
-    assert fixed.factors["layers.0.mlp.down_proj.weight"].lr == pytest.approx(1 / WIDTH)
-    growing = depthlm.build_model(composed(*overrides[:2]), "meta")
-    # ceil(2 L / 8) is 1 with 4 layers, and 3 with 12
-    assert growing.factors["layers.0.mlp.down_proj.weight"].lr == pytest.approx(1 / WIDTH / 3)
+@pytest.mark.parametrize("overrides", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in VARIANTS)])
+def test_the_change_of_the_hidden_state_does_not_follow_the_depth(overrides: str) -> None:
+    shallow, deep = 4, 32
+    config = depthlm.compose(
+        [*WIDE[:1], *WIDE[-3:-1], f"size.num_layers={shallow}", "optimizer.lr=3e-3", *overrides.split()]
+    )
+    changes = []
+    for layers in (shallow, deep):
+        sized = replace(config, size=replace(config.size, num_layers=layers))
+        model = depthlm.build_model(parametrized(sized, "completep", config.size))
+        optimizer = build_optimizer(model, config.optimizer)
+        # few tokens, so that their loss changes
+        first, second = torch.randint(16, (2, 4, 17), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            before = model.hidden(first[:, :-1])
+        for batch in (first, second):
+            optimizer.zero_grad()
+            mean_loss(model, batch).backward()
+            optimizer.step()
+        with torch.no_grad():
+            changes.append(((model.hidden(first[:, :-1]) - before).norm() / before.norm()).item())
+    assert abs(math.log(changes[1] / changes[0], deep / shallow)) < 0.15
 
 
 @pytest.mark.parametrize(
-    ("placement", "names"),
-    [("post", ["attention_norm", "mlp_norm"]), ("both", ["attention_post_norm", "mlp_post_norm"])],
+    ("settings", "factor"),
+    [
+        ([], DEPTH),
+        (["block_size=1"], DEPTH),
+        (["mixing=sigmoid"], DEPTH),
+        # two of the blocks of an output, and all 8 of the outputs of 4 layers, then 10 of the 24 of 12 layers
+        (["block_size=1", "window=2"], 1.0),
+        (["block_size=10", "window=1"], 10 / 8),
+    ],
 )
-def test_the_norm_after_a_sublayer_has_its_factor(placement: str, names: list[str]) -> None:
-    model = depthlm.build_model(composed("parametrization=completep", f"backbone.norm_placement={placement}"), "meta")
-    for name in names:
-        assert model.factors[f"layers.3.{name}.weight"].init == pytest.approx(1 / DEPTH)
-    assert model.factors["layers.3.attention.o_proj.weight"].lr == pytest.approx(1 / WIDTH)
+def test_the_outputs_are_divided_by_the_growth_of_the_number_that_a_read_adds_up(
+    settings: list[str], factor: float
+) -> None:
+    overrides = ["model=attention_residuals", *(f"model.connection.{setting}" for setting in settings)]
+    model = depthlm.build_model(composed("parametrization=completep", *overrides), "meta")
+    assert model.factors["layers.0.mlp.down_proj.weight"].lr == pytest.approx(1 / WIDTH / factor)
 
 
 def test_the_rate_and_the_initial_values_are_those_of_the_base_size() -> None:

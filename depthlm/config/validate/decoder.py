@@ -172,6 +172,11 @@ def _check_depth(config: Config, base: Size) -> list[str]:
 
     connection, _ = factories(config.model)
     shown = f"parametrization=completep, parametrization.base_size={base.name}: "
+    if (placement := config.backbone.norm_placement) != "pre":
+        reason = "it needs a norm before each sublayer alone, as backbone.norm_placement=pre"
+        return [
+            f"{shown}not defined for backbone.norm_placement={placement}: {reason}; parametrization=mup needs no depth"
+        ]
     try:
         with torch.device("meta"):
             summed_outputs(connection(SublayerSpec(0, "attention", base.num_layers), base, config.backbone))
