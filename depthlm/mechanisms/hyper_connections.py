@@ -80,6 +80,7 @@ class HyperConnections(Connection):
             self.identity_start = None
         if spec.kind == "final":
             self.collapse = Collapse(n, collapse)
+            self.cost = collapse_cost(n, d, collapse)
             return
         self.static_pre = nn.Parameter(torch.empty(n))
         self.static_post = nn.Parameter(torch.empty(n))
@@ -188,6 +189,11 @@ def rebuilds(connection: Connection, streams_btnd: Tensor) -> bool:
     any case.
     """
     return connection.is_linked and streams_btnd.is_cuda
+
+
+def collapse_cost(n: int, d: int, kind: str) -> Cost:
+    """Return the cost of a `Collapse`: of a weighted sum, which reads and writes as many values as a mean."""
+    return Cost(2.0 * n * d) if kind == "learned" else Cost()
 
 
 def stream_cost(n: int, d: int, maps_flops: float, mixes: bool = True) -> Cost:

@@ -29,6 +29,7 @@ from depthlm.mechanisms.hyper_connections import (
     Carry,
     Collapse,
     State,
+    collapse_cost,
     copies,
     edited_maps,
     final_diagnostics,
@@ -126,7 +127,7 @@ class ManifoldHyperConnections(Connection):
             gated = collapse == "gated"
             self.collapse = GatedCollapse(n, d, start, self.eps, pre_eps) if gated else Collapse(n, collapse)
             # the scores read X, and the sum reads it and writes the input, where a mean reads X once
-            self.cost = Cost(4.0 * n * d + 2.0 * n * n * d, float(n * d)) if gated else self.cost
+            self.cost = Cost(2.0 * n * d + 2.0 * n * n * d, float(n * d)) if gated else collapse_cost(n, d, collapse)
             return
         self.start = start
         self.widths = (n, n, n * n)[: 2 if residual == "identity" else 3]

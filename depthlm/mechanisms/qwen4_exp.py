@@ -60,11 +60,13 @@ class Qwen4Exp(Connection):
         self.optimizer_settings = {"norm": {"weight_decay": 0.0}}
         self.down = Linear(n * d, rank, bias=False)
         self.up = Linear(rank, n * d, bias=False)
+        # the norm reads and writes X, which the projection reads; the gate written and read; X read for the sum, and
+        # the input written
+        self.cost = Cost(2.0 * d * n, float(d * (6 * n + 1)))
         if spec.kind != "final":
             self.inject = Linear(n * d, n, bias=False)
-        # the norm reads and writes X, which both projections read; the gate written and read; X read for the sum, and
-        # the input written; X read and written with the output; all less the 3 of a residual connection
-        self.cost = Cost(2.0 * d * 2 * n, float(d * (9 * n + 2 - 3)))
+            # X read by this projection too; X read and written with the output; less the 3 of a residual connection
+            self.cost = Cost(2.0 * d * 2 * n, float(d * (9 * n + 2 - 3)))
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         tensor.fill_(1.0)
