@@ -90,6 +90,8 @@ def group_of(name: str, kind: str) -> str:
     """
     if name.startswith("connections."):
         return "mechanism"
+    if name == "head.weight":
+        return "head"
     return "matrix" if kind == "experts" else kind
 
 

@@ -24,12 +24,13 @@ class Group:
 class Groups:
     """The groups of parameters.
 
-    embedding: the token embedding and the matrix of the head. matrix: the weights of linear layers, routers and
-    experts. vector: norms, biases, and all else of a delta attention. mechanism: all parameters of connections, and
-    what an attention over depth has beside linear layers and norms.
+    embedding: the token embedding, also where the head is tied to it. head: the matrix of a head that is not. matrix:
+    the weights of linear layers, routers and experts. vector: norms, biases, and all else of a delta attention.
+    mechanism: all parameters of connections, and what an attention over depth has beside linear layers and norms.
     """
 
     embedding: Group = section(Group)
+    head: Group = section(Group)
     matrix: Group = section(Group)
     vector: Group = section(Group)
     mechanism: Group = section(Group)

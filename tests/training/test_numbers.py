@@ -48,8 +48,8 @@ def test_updates_equal_plain_pytorch(
 ) -> None:
     overrides = small_run(
         f"deepspeed={sharding}", f"precision={precision}", "schedule=constant",
-        "optimizer.groups.embedding.weight_decay=0", "optimizer.groups.vector.weight_decay=0.2",
-        "optimizer.groups.matrix.lr_scale=0.5",
+        "optimizer.groups.embedding.weight_decay=0", "optimizer.groups.head.weight_decay=0.3",
+        "optimizer.groups.vector.weight_decay=0.2", "optimizer.groups.matrix.lr_scale=0.5",
     )  # fmt: skip
     config = depthlm.compose([*overrides, "precision.initial_scale_power=8"])
     model = depthlm.build_model(config)
@@ -57,10 +57,10 @@ def test_updates_equal_plain_pytorch(
         model.to({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision])
     scale = 2**8 if precision == "fp16" else 1
     master = [p.detach().float().clone().requires_grad_() for p in model.parameters()]
-    groups: dict[str, list[torch.Tensor]] = {"embedding": [], "matrix": [], "vector": []}
+    decays = {"embedding": 0.0, "head": 0.3, "matrix": config.optimizer.weight_decay, "vector": 0.2}
+    groups: dict[str, list[torch.Tensor]] = {name: [] for name in decays}
     for (name, parameter), copy in zip(model.named_parameters(), master, strict=True):
-        groups["vector" if parameter.dim() == 1 else "matrix" if "_proj" in name else "embedding"].append(copy)
-    decays = {"embedding": 0.0, "matrix": config.optimizer.weight_decay, "vector": 0.2}
+        groups["vector" if parameter.dim() == 1 else "matrix" if "_proj" in name else name.split(".")[0]].append(copy)
     optimizer = torch.optim.AdamW(
         [{"name": name, "params": params, "weight_decay": decays[name]} for name, params in groups.items()],
         lr=config.optimizer.lr, betas=(0.9, 0.95), eps=config.optimizer.eps,
