@@ -55,6 +55,11 @@ class Split:
     unigram_entropy: float | None = None
     unknown: Number = 0
 
+    def first_tokens(self, tokens: int) -> str:
+        """Return a name of the first tokens: the same for the same text and tokenizer, wherever they are stored."""
+        digest = hashlib.sha256(" ".join(shard.sha256 for shard in self.files).encode()).hexdigest()
+        return f"{digest[:16]}, {tokens} tokens"
+
     @property
     def hides_text(self) -> bool:
         """Whether so many tokens are unknown that bits per byte are meaningless."""

@@ -122,6 +122,14 @@ class Corpus:
         splits = [self.manifests[name].train for name in self.train]
         return sum(split.bytes for split in splits) / max(1, sum(split.tokens for split in splits))
 
+    def validation_texts(self, max_tokens: int | None) -> dict[str, str]:
+        """Return a name of the first max_tokens tokens (None: of all) of each validation set, by the set's name."""
+        return {
+            name: next(iter(self.manifests[name].validation.values())).first_tokens(min(max_tokens or size, size))
+            for name, tokens in self.validation.items()
+            if (size := len(tokens))
+        }
+
     def digest(self) -> str:
         """Return a digest of all sources' tokens: the same for the same bytes, wherever they are stored."""
         digests = [self.manifests[name].digest() for name in self.train]

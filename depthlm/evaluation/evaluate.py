@@ -184,5 +184,6 @@ def _record(
 def _show(results: dict[str, Any]) -> None:
     table = Table("", "", box=box.SIMPLE, show_header=False)
     for name, value in results.items():
-        table.add_row(name, "-" if value is None else f"{value:.4f}", end_section=name.endswith("average"))
+        if not isinstance(value, str):
+            table.add_row(name, "-" if value is None else f"{value:.4f}", end_section=name.endswith("average"))
     stdout_console().print(table)

@@ -17,7 +17,7 @@ from depthlm.data.manifest import Split
 from depthlm.errors import UserError
 from depthlm.files import read_json, replace_text
 from depthlm.model import Decoder
-from depthlm.runs.records import ValidationLosses, finite
+from depthlm.runs.records import ValidationLosses, finite, text_key
 
 
 class TotalLoss(NamedTuple):
@@ -113,15 +113,15 @@ def measure_sets(
     batch_size: int,
     autocast: torch.autocast,
     documents: DocumentRows | None = None,
-) -> dict[str, float | None]:
+) -> dict[str, float | str | None]:
     """Return `validation/<set>/loss` in nats per token, `.../perplexity` and `.../bits_per_byte`; None if not finite
-    or, for bits per byte, if unknown tokens hide some of the text.
+    or, for bits per byte, if unknown tokens hide some of the text. `.../text` names what was measured.
 
     A set is split into consecutive windows of sequence_length, the last one shorter, or into its documents. Every token
     except the first is a target exactly once, and the bytes are those of all targets.
     """
     device = next(model.parameters()).device
-    losses: dict[str, float | None] = {}
+    losses: dict[str, float | str | None] = {}
     for validation_set in sets:
         windows = -(-(len(validation_set.tokens) - 1) // sequence_length)
         batches: Iterator = validation_batches(validation_set.tokens, sequence_length, batch_size, documents=documents)
@@ -135,6 +135,7 @@ def measure_sets(
             total = total_loss(model, shown, device)
         losses |= ValidationLosses({validation_set.name: finite(total.mean)}).row()
         losses[f"validation/{validation_set.name}/bits_per_byte"] = validation_set.bits_per_byte(total)
+        losses[text_key(validation_set.name)] = validation_set.split.first_tokens(len(validation_set.tokens))
     return losses
 
 

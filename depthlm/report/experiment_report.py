@@ -25,7 +25,16 @@ from depthlm.report.sweep import LOSS, Sweep, range_text, title_of
 from depthlm.report.tables import DASH, MISSING, Table, cells, markdown, number_text, plain
 from depthlm.report.time_to_baseline import METRIC
 from depthlm.runs.progress import failure_text
-from depthlm.runs.records import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, RunRecord, recorded_settings
+from depthlm.runs.records import (
+    COMPLETE,
+    FAILED,
+    RUNNING,
+    STOPPED,
+    WAITING,
+    RunRecord,
+    differing_texts,
+    recorded_settings,
+)
 
 # characters of the reason of a failure in a report
 LONGEST_REASON = 160
@@ -194,11 +203,19 @@ def _state(sweep: Sweep) -> list[str]:
                 step = "" if run.step is None else f"{run.step:,}"
                 failure = failure_text(run.failure, LONGEST_REASON) if run.state == FAILED else ""
                 lines.append(cells([name, run.state, step, number_text(run.loss, 4) if run.rows else "", failure]))
-    parts = [f"## State\n\n{state_line(sweep.runs)}.", *choice_state(sweep)]
+    parts = [f"## State\n\n{state_line(sweep.runs)}.", *choice_state(sweep), *result_notes(sweep)]
     if lines:
         head = ["incomplete run", "state", "newest step", "training loss", "failure"]
         parts.append(markdown(Table(head, lines, words=True)))
     return [*parts, f"Waiting: {plain('; '.join(waiting))}."] if waiting else parts
+
+
+def result_notes(sweep: Sweep) -> list[str]:
+    """Return what keeps the results of the rows from being compared, as a list in Markdown; empty if nothing does."""
+    runs = [run for row in sweep.rows for run in row.runs]
+    notes = [run.damage for run in runs if run.damage is not None]
+    notes += [f"validation set {name}: runs were validated on different texts" for name in differing_texts(runs)]
+    return ["\n".join(f"- **{plain(note)}**" for note in notes)] if notes else []
 
 
 def _without_number(sweep: Sweep) -> list[str]:

@@ -8,7 +8,7 @@ from statistics import mean, stdev
 from depthlm.config.experiment import Column
 from depthlm.config.names import setting_texts
 from depthlm.counts import as_number
-from depthlm.runs.records import COMPLETE, RunRecord, read_run
+from depthlm.runs.records import COMPLETE, RunRecord, read_run, with_one_source
 from depthlm.sweeps.point import Point
 
 # metrics that describe a run but not its quality
@@ -91,13 +91,17 @@ def pooled(numbers: Sequence[Measured | None]) -> list[Measured | None]:
 
 
 def gather(points: Sequence[Point], read: Callable[[str], RunRecord] = read_run) -> list[Row]:
-    """Return the rows of a sweep, in the order of its points, with the record of each run, read by its directory."""
+    """Return the rows of a sweep, in the order of its points, with the record of each run, read by its directory.
+
+    All rows have a metric from the same file of their runs.
+    """
     groups: dict[frozenset[tuple[str, str]], list[Point]] = {}
     for point in points:
         key = frozenset((name, value) for name, value in point.settings.items() if name != "seed")
         groups.setdefault(key, []).append(point)
+    runs = iter(with_one_source([read(point.directory) for members in groups.values() for point in members]))
     rows = [
-        Row(members, [read(point.directory) for point in members], members[0].parts or {"model": members[0].mechanism})
+        Row(members, [next(runs) for _ in members], members[0].parts or {"model": members[0].mechanism})
         for members in groups.values()
     ]
     return labelled(rows)

@@ -25,7 +25,7 @@ from depthlm.report.sweep_report import sweep_report
 from depthlm.report.tables import DASH, Table, cells, plain
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.listing import run_folders
-from depthlm.runs.records import RunRecord, read_run, recorded_settings
+from depthlm.runs.records import RunRecord, read_run, recorded_settings, with_one_source
 from depthlm.streams import printable
 from depthlm.sweeps.point import Point
 
@@ -66,7 +66,7 @@ def find_runs(names: Sequence[str], option: str = "runs=") -> list[RunRecord]:
         errors.append(f"{option}: name run directories, or a folder of them, as in runs=outputs/default")
     if errors:
         raise UserError("\n".join(errors))
-    return list(by_directory.values())
+    return with_one_source(list(by_directory.values()))
 
 
 def holds_run(directory: Path) -> bool:

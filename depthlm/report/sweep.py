@@ -22,7 +22,7 @@ from depthlm.report.rows import Measured, Row, difference, gather, measured, num
 from depthlm.report.time_to_baseline import METRIC as TIME_TO_BASELINE
 from depthlm.report.time_to_baseline import times_to_baseline
 from depthlm.runs.records import COMPLETE, RunRecord, read_run, recorded_settings
-from depthlm.sweeps.best import Undecided, undecided
+from depthlm.sweeps.best import Undecided, as_trained, undecided
 from depthlm.sweeps.point import Point
 from depthlm.sweeps.points import expand, load_experiment, parsed_value, sweep_points
 
@@ -310,7 +310,11 @@ def read_sweep(
     rows = gather(real if are_distinct else points, read)
     columns, configs = experiment.columns or LOSS, _compose_rows(rows, config_dir)
     changed = [] if name is None else _changed(overrides, experiment, rows)
-    return with_derived(Sweep(experiment, rows, columns, configs, changed, gather(choosing, read)))
+    return with_derived(
+        Sweep(
+            experiment, rows, columns, configs, changed, gather(choosing, lambda directory: as_trained(read(directory)))
+        )
+    )
 
 
 def with_derived(sweep: Sweep) -> Sweep:

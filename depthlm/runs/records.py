@@ -3,8 +3,10 @@
 import fcntl
 import json
 import math
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -33,7 +35,10 @@ class Validation(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The contents of a run directory. rows: of metrics.jsonl, in order. failure: the error of the last attempt."""
+    """The contents of a run directory. rows: of metrics.jsonl, in order. failure: the error of the last attempt.
+
+    damage: what is wrong with summary.json; None if nothing is, or there is none.
+    """
 
     directory: Path
     state: str
@@ -41,6 +46,7 @@ class RunRecord:
     summary: dict[str, Any]
     evaluation: dict[str, Any]
     failure: str | None
+    damage: str | None = None
 
     @property
     def step(self) -> int | None:
@@ -68,22 +74,27 @@ class RunRecord:
         ]
 
     def number(self, metric: str, at: float = 1.0) -> float | None:
-        """Return a number of a complete run, otherwise None.
+        """Return a number of a complete run, None where it has none or it is not finite. Arguments: as of `result`."""
+        return finite(self.result(metric, at))
+
+    def result(self, metric: str, at: float = 1.0) -> float | None:
+        """Return what a complete run has measured, infinity if that is not finite; None without a valid measurement.
 
         metric: a key of summary.json or evaluation.json, or `training_perplexity`, the perplexity of the mean training
         loss over the last 1% of the steps. at: the share of the steps at which to read it; below 1, only validation
         metrics are available.
         """
-        if self.state != COMPLETE or not isinstance(self.summary.get("steps"), int):
+        if self.state != COMPLETE or type(self.summary.get("steps")) is not int:
             return None
         if at < 1:
             return self._validation(metric, at)
         if metric == "training_perplexity":
             late = [row["loss"] for row in self.rows if row["step"] > 0.99 * self.summary["steps"]]
-            return perplexity(finite(sum(late) / len(late))) if late and None not in late else None
-        # prefer evaluation: it covers whole validation sets, training possibly only a part
-        value = self.evaluation.get(metric, self.summary.get(metric))
-        return finite(value)
+            return _perplexity(None if None in late else sum(late) / len(late)) if late else None
+        # what training measured does not depend on which runs were evaluated later
+        results = self.summary if metric in self.summary else self.evaluation
+        value = results.get(metric, False)
+        return math.inf if is_not_finite(value) else finite(value)
 
     def _validation(self, metric: str, at: float) -> float | None:
         quantity = metric.removeprefix("validation_")
@@ -94,7 +105,7 @@ class RunRecord:
         if not near or quantity not in ("loss", "perplexity"):
             return None
         mean = ValidationLosses.of_row(min(near, key=lambda row: abs(row["step"] - wanted_step))).mean
-        return perplexity(mean) if quantity == "perplexity" else mean
+        return _perplexity(mean) if quantity == "perplexity" else math.inf if mean is None else mean
 
 
 @dataclass(frozen=True)
@@ -143,11 +154,62 @@ def read_run(directory: str | Path) -> RunRecord:
     else:
         state = STOPPED if rows or run.checkpoint_folders() else WAITING
     evaluation = read_json(run.evaluation)
-    if "step" in evaluation and evaluation["step"] != summary.get("steps"):
-        # the evaluation belongs to an earlier checkpoint than the last
+    if evaluation.get("step", False) != summary.get("steps"):
+        # the evaluation belongs to another checkpoint than the last
         evaluation = {}
     error = failure.get("error")
-    return RunRecord(run.path, state, rows, summary, evaluation, None if error is None else str(error))
+    damage = _damage(summary) if run.summary.exists() else None
+    return RunRecord(
+        run.path,
+        state,
+        rows,
+        summary,
+        evaluation,
+        None if error is None else str(error),
+        None if damage is None else f"{run.summary}: {damage}",
+    )
+
+
+def with_one_source(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Return the runs of a comparison such that each metric is read from the same file of all of them.
+
+    That is summary.json for the metrics that one of these has, and evaluation.json for all others.
+    """
+    measured = {metric for run in runs for metric in run.summary}
+    return [
+        replace(run, evaluation={key: value for key, value in run.evaluation.items() if key not in measured})
+        for run in runs
+    ]
+
+
+def differing_texts(runs: Sequence[RunRecord], every_set: bool = False) -> list[str]:
+    """Return the names of the validation sets that have other text in some of these runs than in others.
+
+    every_set: also of those that only some complete runs have.
+    """
+    texts: dict[str, set[Any]] = defaultdict(set)
+    counts: Counter[str] = Counter()
+    results = [run.summary | run.evaluation for run in runs if run.state == COMPLETE and run.damage is None]
+    for values in results:
+        for name in ValidationLosses.of_row(values).by_set:
+            counts[name] += 1
+            texts[name].add(values.get(text_key(name)))
+    # runs of earlier versions do not say which text it was
+    return [
+        name for name in sorted(texts) if len(texts[name] - {None}) > 1 or (every_set and counts[name] < len(results))
+    ]
+
+
+def _damage(summary: Mapping[str, Any]) -> str | None:
+    """Return why these are not the results of a complete run, or None."""
+    if type(summary.get("steps")) is not int:
+        return "no object with a number of `steps`"
+    for name, value in summary.items():
+        is_known = finite(value) is not None or is_not_finite(value) or name == "skipped"
+        is_text = isinstance(value, str) and name.startswith("validation/") and name.endswith("/text")
+        if not is_known and not is_text:
+            return f"{name} is not a number"
+    return None
 
 
 def recorded_settings(directory: str | Path) -> dict[str, Any]:
@@ -272,6 +334,11 @@ def loss_key(name: str) -> str:
     return f"validation/{name}/loss"
 
 
+def text_key(name: str) -> str:
+    """Return the key of the text of a validation set: its digest, and how many of its tokens were measured."""
+    return f"validation/{name}/text"
+
+
 def perplexity(loss: float | None) -> float | None:
     """Return exp of a loss in nats per token; None if the loss is None or the result would overflow."""
     return math.exp(loss) if loss is not None and loss < 700 else None
@@ -279,8 +346,19 @@ def perplexity(loss: float | None) -> float | None:
 
 def finite(value: Any) -> float | None:
     """Return a value as JSON can represent it: None if it is not a finite number."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     return float(value) if is_number else None
+
+
+def is_not_finite(value: Any) -> bool:
+    """Return whether this is how a file has a number that is not finite; a text or a list is damage."""
+    return value is None or (isinstance(value, float) and not math.isfinite(value))
+
+
+def _perplexity(loss: float | None) -> float:
+    """Return the perplexity of a measured loss, infinity if it is not finite."""
+    value = perplexity(loss)
+    return math.inf if value is None else value
 
 
 def _is_loss(key: str) -> bool:

@@ -5,8 +5,8 @@ these settings its grid. Runs with the seeds of `experiment.selection_seeds` cho
 the experiment's first column. While it lies at the edge of the grid, the grid widens. The seeds of the points then
 report the chosen value.
 
-What is known follows from the points and from the records of their runs alone, so a sweep that was interrupted makes
-the same choice.
+What is known follows from the points and from what training itself recorded in their run directories, so a sweep that
+was interrupted makes the same choice, and so does one whose runs were evaluated since. Damaged results choose nothing.
 """
 
 import functools
@@ -23,7 +23,7 @@ from depthlm.config.experiment import VALIDATION_LOSS, Column, Experiment
 from depthlm.config.keys import keys, override_text
 from depthlm.config.names import by_name, normal_value, setting_text
 from depthlm.counts import as_number, counted
-from depthlm.runs.records import COMPLETE, RunRecord, read_run
+from depthlm.runs.records import COMPLETE, RunRecord, differing_texts, read_run
 from depthlm.sweeps.point import Point
 
 # the most settings of best_over
@@ -35,11 +35,15 @@ Value = tuple[str | None, ...]
 
 
 class Undecided(NamedTuple):
-    """A group without a chosen value: its label, its runs that choose, and how many of these are done."""
+    """A group without a chosen value: its label, its runs that choose, and how many of these are done.
+
+    reasons: what is wrong with their results.
+    """
 
     label: str
     runs: int
     done: int
+    reasons: tuple[str, ...] = ()
 
     @property
     def waits(self) -> bool:
@@ -81,12 +85,23 @@ def value_of(point: Point) -> Value:
 
 
 def has_result(point: Point, run: RunRecord) -> bool:
-    """Return whether a run is done: it is complete, or it diverged, which decides against its value."""
-    return run.state == COMPLETE or (point.selects and run.diverged)
+    """Return whether a run is done: it is complete, or it diverged, which decides against its value.
+
+    One whose results are damaged is not: nothing is known of its value.
+    """
+    return run.damage is None and (run.state == COMPLETE or (point.selects and run.diverged))
+
+
+def as_trained(run: RunRecord) -> RunRecord:
+    """Return a run without the results of `evaluate`: a choice must not depend on which runs were evaluated."""
+    return replace(run, evaluation={})
 
 
 def selection_column(experiment: Experiment, runs: Iterable[RunRecord]) -> Column:
-    """Return the column by which these runs choose: the first, or the validation loss if none of them has the first."""
+    """Return the column by which these runs choose: the first, or the validation loss if none of them has the first.
+
+    runs: as trained.
+    """
     first = next(iter(experiment.columns.values()), VALIDATION_LOSS)
     return first if any(run.number(first.metric, first.at) is not None for run in runs) else VALIDATION_LOSS
 
@@ -107,24 +122,26 @@ def undecided(points: Sequence[Point], read: Read = read_run) -> list[Undecided]
         if point.best_over:
             groups.setdefault(group_of(point), []).append(point)
     return [
-        Undecided(
-            reported_label(members[0]),
-            len(members),
-            sum(has_result(point, read(point.directory)) for point in members),
-        )
+        _undecided(members, [read(point.directory) for point in members])
         for members in groups.values()
         if all(point.selects for point in members)
     ]
 
 
+def _undecided(members: Sequence[Point], runs: Sequence[RunRecord]) -> Undecided:
+    done = sum(map(has_result, members, runs))
+    reasons = [run.damage for run in runs if run.damage is not None]
+    reasons += [f"validation set {name} is not the same in all of them" for name in _unlike_sets(runs)]
+    return Undecided(reported_label(members[0]), len(members), done, tuple(reasons))
+
+
 def undecided_text(groups: Sequence[Undecided]) -> str:
     """Return the groups without a chosen value as a sentence."""
-    texts = [
-        f"{group.label} ({group.done} of {counted(group.runs, 'run')} done)"
-        if group.waits
-        else f"{group.label} ({counted(group.runs, 'run')}, but no finite number to choose by)"
-        for group in groups
-    ]
+    texts = []
+    for group in groups:
+        done = f"{group.done} of {counted(group.runs, 'run')} done" if group.waits else counted(group.runs, "run")
+        reasons = group.reasons or (() if group.waits else ("but no finite number to choose by",))
+        texts.append(f"{group.label} ({', '.join([done, *reasons])})")
     return f"{counted(len(groups), 'group')} without a chosen value yet: {', '.join(texts)}"
 
 
@@ -178,9 +195,11 @@ def _of_group(
 
 def _means(choosing: Mapping[Value, Sequence[Point]], experiment: Experiment, read: Read) -> dict[Value, float]:
     """Return the mean over the seeds of each value, where lower is better; {} while a run has no number."""
-    runs = {value: [(point, read(point.directory)) for point in points] for value, points in choosing.items()}
+    runs = {
+        value: [(point, as_trained(read(point.directory))) for point in points] for value, points in choosing.items()
+    }
     every_run = list(itertools.chain(*runs.values()))
-    if not all(itertools.starmap(has_result, every_run)):
+    if not all(itertools.starmap(has_result, every_run)) or _unlike_sets([run for _, run in every_run]):
         return {}
     column = selection_column(experiment, (run for _, run in every_run))
     means = {value: fmean(_score(run, column) for _, run in of_value) for value, of_value in runs.items()}
@@ -189,10 +208,14 @@ def _means(choosing: Mapping[Value, Sequence[Point]], experiment: Experiment, re
 
 def _score(run: RunRecord, column: Column) -> float:
     """Return the number of a run that is done, where lower is better: infinity if it is not finite, nan without any."""
-    number = run.number(column.metric, column.at)
-    if number is None:
-        return math.inf if run.diverged or column.metric in run.summary.keys() | run.evaluation.keys() else math.nan
-    return number if column.better == "lower" else -number
+    result = math.inf if run.diverged else run.result(column.metric, column.at)
+    if result is None:
+        return math.nan
+    return result if column.better == "lower" or math.isinf(result) else -result
+
+
+def _unlike_sets(runs: Sequence[RunRecord]) -> list[str]:
+    return differing_texts([as_trained(run) for run in runs], every_set=True)
 
 
 def _ordered(values: Iterable[Value]) -> list[Value]:

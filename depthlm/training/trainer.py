@@ -339,6 +339,7 @@ class Trainer:
             summary = summary_of(
                 progress,
                 losses,
+                corpus.validation_texts(self.config.training.validation_tokens),
                 last,
                 parameters=self.cost.parameters,
                 flops_per_token=self.cost.flops_per_token,

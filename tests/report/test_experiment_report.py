@@ -175,9 +175,9 @@ def test_the_average_perplexity_is_over_the_validation_sets_of_the_other_columns
     other = {"validation/c/perplexity": 900.0, "validation_perplexity": 5.0}
     write_run(vanilla, **{metrics[0]: 10.0, metrics[1]: 30.0}, **other)
     write_run(mix, **{metrics[0]: 10.0}, **other)
-    # what `depthlm evaluate` measures counts before what the training has
-    write_run(attention, **{metrics[0]: 10.0}, **other)
-    (Path(attention) / "evaluation.json").write_text(json.dumps({metrics[0]: 8.0, metrics[1]: 10.0}))
+    # what `depthlm evaluate` measures has no part where the training of a run has it
+    write_run(attention, **{metrics[0]: 8.0, metrics[1]: 10.0}, **other)
+    (Path(attention) / "evaluation.json").write_text(json.dumps({"step": 40, metrics[0]: 1.0}))
     text = reported(of)
     assert row(text, "Vanilla") == ["10.00", "30.00", "5.00", "20.00"]
     assert row(text, "Uniform \\| Mix") == ["10.00", DASH, "5.00", DASH]

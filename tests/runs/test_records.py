@@ -2,12 +2,24 @@
 
 import fcntl
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from depthlm.runs.records import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, interval_losses, read_run
+from depthlm.runs.records import (
+    COMPLETE,
+    FAILED,
+    RUNNING,
+    STOPPED,
+    WAITING,
+    RunRecord,
+    differing_texts,
+    interval_losses,
+    read_run,
+    with_one_source,
+)
 from depthlm.sweeps import Point
 from depthlm.sweeps.table import print_points
 
@@ -38,7 +50,7 @@ def test_the_state_of_a_run_follows_from_its_files(tmp_path: Path) -> None:
 
 
 def test_only_a_complete_run_has_numbers_and_only_finite_ones_count(tmp_path: Path) -> None:
-    run = write(tmp_path, rows=100, evaluation={"zero_shot/piqa": 0.7})
+    run = write(tmp_path, rows=100, evaluation={"step": 100, "zero_shot/piqa": 0.7})
     assert read_run(run).number("validation_loss") is None
     write(run, summary=SUMMARY)
     record = read_run(run)
@@ -50,13 +62,59 @@ def test_only_a_complete_run_has_numbers_and_only_finite_ones_count(tmp_path: Pa
     assert record.number("validation_loss", at=0.5) is None
 
 
-def test_an_evaluation_of_the_last_checkpoint_takes_precedence(tmp_path: Path) -> None:
+def test_what_training_measured_takes_precedence_over_an_evaluation_of_the_last_checkpoint(tmp_path: Path) -> None:
     name = "validation/stdlib/loss"
     run = write(tmp_path, summary=SUMMARY | {name: 2.5}, evaluation={"step": 100, name: 2.6, "zero_shot/piqa": 0.7})
-    assert (read_run(run).number(name), read_run(run).number("zero_shot/piqa")) == (2.6, 0.7)
-    # an evaluation from before the run was extended
-    write(run, evaluation={"step": 50, name: 2.9, "zero_shot/piqa": 0.6})
-    assert (read_run(run).number(name), read_run(run).number("zero_shot/piqa")) == (2.5, None)
+    assert (read_run(run).number(name), read_run(run).number("zero_shot/piqa")) == (2.5, 0.7)
+    # an evaluation from before the run was extended, and one that does not say of which checkpoint it is
+    for step in ({"step": 50}, {}):
+        write(run, evaluation={**step, name: 2.9, "zero_shot/piqa": 0.6})
+        assert (read_run(run).number(name), read_run(run).number("zero_shot/piqa")) == (2.5, None)
+
+
+def test_a_metric_of_a_comparison_is_read_from_the_same_file_of_all_runs(tmp_path: Path) -> None:
+    name, other = "validation/a/loss", "zero_shot/piqa"
+    trained = write(tmp_path / "trained", summary=SUMMARY | {name: 2.5})
+    evaluated = write(tmp_path / "evaluated", summary=SUMMARY, evaluation={"step": 100, name: 2.1, other: 0.7})
+    runs = with_one_source([read_run(trained), read_run(evaluated)])
+    assert [run.number(name) for run in runs] == [2.5, None]
+    assert [run.number(other) for run in runs] == [None, 0.7]
+    # without a run whose training has it, all are evaluations
+    assert with_one_source([read_run(evaluated)])[0].number(name) == 2.1
+
+
+@pytest.mark.parametrize(
+    ("value", "result", "is_damaged"),
+    [
+        (2.5, 2.5, False),
+        (None, math.inf, False),
+        (math.nan, math.inf, False),
+        ("2.5", None, True),
+        ([2.5], None, True),
+        (True, None, True),
+        (10**400, None, True),
+    ],
+)
+def test_a_number_that_is_not_finite_is_a_result_and_damage_is_none(
+    tmp_path: Path, value: Any, result: float | None, is_damaged: bool
+) -> None:
+    run = read_run(write(tmp_path, summary=SUMMARY | {"validation_loss": value, "validation/a/text": "0a, 5 tokens"}))
+    assert (run.state, run.result("validation_loss"), run.result("none")) == (COMPLETE, result, None)
+    assert (run.damage is not None) == is_damaged
+    assert run.damage is None or run.damage.endswith("summary.json: validation_loss is not a number")
+
+
+def test_validation_sets_of_one_name_and_other_text_are_named(tmp_path: Path) -> None:
+    def run(name: str, **texts: str | None) -> RunRecord:
+        sets = {f"validation/{key}/loss": 2.5 for key in texts}
+        known = {f"validation/{key}/text": text for key, text in texts.items() if text is not None}
+        return read_run(write(tmp_path / name, summary=SUMMARY | sets | known))
+
+    runs = [run("1", a="0a, 5 tokens", b="0b, 5 tokens"), run("2", a="0a, 5 tokens", b="0b, 4 tokens")]
+    assert differing_texts(runs) == ["b"]
+    # a run of an earlier version does not say what its text was
+    runs = [run("3", a="0a, 5 tokens"), run("4", a=None), run("5", a=None, c="0c, 1 tokens")]
+    assert (differing_texts(runs), differing_texts(runs, every_set=True)) == ([], ["c"])
 
 
 def test_a_number_before_the_end_is_that_of_the_nearest_validation(tmp_path: Path) -> None:
@@ -76,6 +134,7 @@ def test_damaged_files_affect_only_their_own_numbers(
         (broken / name).write_bytes(damage)
     record = read_run(broken)
     assert (record.step, record.number("validation_loss")) == (None, None)
+    assert record.damage == f"{broken}/summary.json: no object with a number of `steps`"
     print_points([Point([f"output_dir={path}"], parts={"label": path.name}) for path in (broken, valid)])
     assert "2.5000" in capsys.readouterr().out
 

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,46 @@ def test_a_run_that_diverged_decides_against_its_value() -> None:
 def test_a_run_with_a_loss_that_is_not_finite_counts_as_diverged() -> None:
     loss = lambda given: math.nan if float(given[LR]) > 3e-3 else parabola(1.0)(given)  # noqa: E731
     assert reported(sweep_points(GRID, read=recorded(loss)))[0] == ("vanilla", 2e-3, "1")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            {"damage": "x/summary.json: validation_loss is not a number"},
+            "x/summary.json: validation_loss is not a number",
+        ),
+        ({"summary": {"steps": 1, "validation_loss": "3.1"}}, "no finite number to choose by"),
+        ({"summary": {"steps": 1}}, "no finite number to choose by"),
+        (
+            {"summary": {"steps": 1, "validation_loss": 9.0, "validation/a/loss": 9.0}},
+            "validation set a is not the same in all of them",
+        ),
+    ],
+)
+def test_a_damaged_or_unlike_result_decides_nothing(change: dict[str, Any], reason: str) -> None:
+    every = recorded(parabola(2e-3))
+
+    def read(directory: str) -> RunRecord:
+        run = every(directory)
+        is_changed = f"{LR}=0.004" in directory and "seed=12" in directory
+        return replace(run, **change) if is_changed else run
+
+    points = sweep_points(GRID, read=read)
+    assert reported(points) == []
+    (group,) = undecided(points, read)
+    assert group.waits == ("damage" in change)
+    assert reason in undecided_text([group])
+
+
+def test_an_evaluation_does_not_change_the_choice() -> None:
+    every = recorded(parabola(2e-3))
+
+    def read(directory: str) -> RunRecord:
+        evaluation = {"step": 1, "validation_loss": 0.1, "validation/other/loss": 0.1}
+        return replace(every(directory), evaluation=evaluation if f"{LR}=0.001" in directory else {})
+
+    assert reported(sweep_points(GRID, read=read))[0] == ("vanilla", 2e-3, "1")
 
 
 def test_without_any_finite_loss_the_grid_widens_downwards_and_nothing_is_chosen() -> None:

@@ -25,7 +25,7 @@ from depthlm.model.parameters import fp32_parameters
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.loss_curve import plot_loss
 from depthlm.runs.manifest import Progress
-from depthlm.runs.records import ValidationLosses, loss_key, perplexity
+from depthlm.runs.records import ValidationLosses, loss_key, perplexity, text_key
 from depthlm.training.monitoring.display import console, number_text, show_table
 from depthlm.training.plan import Plan
 
@@ -78,6 +78,7 @@ def derived(
 def summary_of(
     progress: Progress,
     losses: ValidationLosses,
+    texts: Mapping[str, str],
     last: Mapping[str, Any],
     *,
     parameters: int,
@@ -89,7 +90,8 @@ def summary_of(
 ) -> dict[str, Any]:
     """Return the content of summary.json.
 
-    losses: of the last validation. last: the last row of metrics.jsonl. flops_per_token: of a training step.
+    losses: of the last validation. texts: what it was measured on, by set. last: the last row of metrics.jsonl.
+    flops_per_token: of a training step.
     cache_bytes_per_token: of the KV cache in 16 bits.
     unigram_entropy: of the corpus, in nats per token. mfu: that of the whole run.
     """
@@ -101,6 +103,7 @@ def summary_of(
         "validation_loss": losses.mean,
         "validation_perplexity": perplexity(losses.mean),
         **losses.row(),
+        **{text_key(name): text for name, text in texts.items()},
         "unigram_entropy": unigram_entropy,
         "forward_flops_per_token": flops_per_token / 3,
         "training_flops": flops_per_token * progress.tokens,
