@@ -76,7 +76,7 @@ def test_the_files_hold_each_document_of_its_split_followed_by_end_of_text(local
     splits[True] = corpus.validation["local"], corpus.manifests["local"].validation["local"]
     for held_out, (tokens, split) in splits.items():
         named_texts = documents(text_files("local", data).train, "text")
-        texts = [text for name, text in named_texts if is_validation(name, 0.2) == held_out]
+        texts = [text for _, text in named_texts if is_validation(text, 0.2) == held_out]
         ids = tokens.read(0, len(tokens))
         ends = np.flatnonzero(ids == corpus.tokenizer.end_of_text)
         starts = [0, *(ends[:-1] + 1)]

@@ -48,19 +48,20 @@ class Corpus:
     def documents(self, source: str, fraction: float) -> tuple[list[str], list[str]]:
         """Return the training texts and the held-out texts, in the order that the token files must have."""
         train, held_out = self.parts[source]
-        named = list(self._named(train))
+        texts = list(self._texts(train))
         if held_out is not None:
-            return [text for _, text in named], [text for _, text in self._named(held_out)]
-        fraction = held_out_share((name for name, _ in named), fraction)
+            held_out_texts = list(self._texts(held_out))
+            return [text for text in texts if text not in held_out_texts], held_out_texts
+        fraction = held_out_share(texts, fraction)
         split: tuple[list[str], list[str]] = ([], [])
-        for name, text in named:
-            split[is_validation(name, fraction)].append(text)
+        for text in texts:
+            split[is_validation(text, fraction)].append(text)
         return split
 
-    def _named(self, pattern: str) -> Iterator[tuple[str, str]]:
+    def _texts(self, pattern: str) -> Iterator[str]:
         for path in sorted(self.files):
             if fnmatchcase(path, pattern):
-                yield from ((f"{path}:{number}", row["text"]) for number, row in enumerate(self.files[path]))
+                yield from (row["text"] for row in self.files[path])
 
     def write(self, folder: Path) -> Path:
         """Write the repository, as on the hub and in a mirror made by `hf download`, and return its folder."""

@@ -1,7 +1,7 @@
 """Documents read from files of text, JSON and parquet, and the values of a column that parquet files hold.
 
-A document is a text file, a line of JSON or a row of parquet. Bad documents are reported. A hash of a document's name
-decides whether it is held out, so the same hash and fraction always put it into the same split.
+A document is a text file, a line of JSON or a row of parquet. Bad documents are reported. A hash of a document's text
+decides whether it is held out, so copies of a document are in the same split.
 """
 
 import codecs
@@ -33,6 +33,7 @@ REASONS = {
     "json": "lines that are not JSON objects",
     "field": "documents without a text",
     "long": "documents longer than data.max_document_bytes",
+    "held_out": "documents that are also in the held-out files",
 }
 # Rows that are read at once; fewer where they have more than BATCH_BYTES.
 ROWS, BATCH_BYTES = 64, 2**25
@@ -217,25 +218,31 @@ def first_mistakes(
                 yield f"{file.location}: {record.why}"
 
 
-def is_validation(name: str, fraction: float) -> bool:
-    """Return whether the document of this name is held out: true for a share `fraction` of all names."""
-    return fraction >= 1 or (fraction > 0 and hash_share(name) < fraction)
+def is_validation(text: str | bytes, fraction: float) -> bool:
+    """Return whether the document with this text is held out: true for a share `fraction` of all texts."""
+    return fraction >= 1 or (fraction > 0 and hash_share(text) < fraction)
 
 
-def held_out_share(names: Iterable[str], fraction: float) -> float:
-    """Return the fraction, raised where needed so that at least one document with these names is held out."""
+def held_out_share(texts: Iterable[str], fraction: float) -> float:
+    """Return the fraction, raised where needed so that at least one document with these texts is held out."""
     lowest = 1.0
-    for name in names:
-        lowest = min(lowest, hash_share(name))
+    for text in texts:
+        lowest = min(lowest, hash_share(text))
         if lowest < fraction:
             return fraction
     return math.nextafter(lowest, 1.0)
 
 
-def hash_share(name: str) -> float:
-    """Return a hash of the name, uniform in [0, 1)."""
+def hash_share(text: str | bytes) -> float:
+    """Return a hash of a text or a name, uniform in [0, 1)."""
     # A float holds 53 bits: more could round up to 1.
-    return (int.from_bytes(blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()) >> 11) / 2**53
+    return (int.from_bytes(digest_of(text, 8)) >> 11) / 2**53
+
+
+def digest_of(text: str | bytes, size: int = 16) -> bytes:
+    """Return a digest of a text, [size]."""
+    content = text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
+    return blake2b(content, digest_size=size).digest()
 
 
 def pieces(stream: TextIO, size: int) -> Iterator[str]:

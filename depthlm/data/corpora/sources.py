@@ -17,6 +17,10 @@ from depthlm.data.settings import Data, Source
 from depthlm.errors import DataError
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
+# What Spark, Hadoop, archives and file systems leave beside data: unfinished output, markers, metadata.
+_OF_TOOLS = {"_temporary", "_SUCCESS", "_metadata", "_common_metadata", "_delta_log", "_spark_metadata"}
+_OF_TOOLS |= {"__MACOSX", "lost+found", "Thumbs.db", "desktop.ini"}
+_MARKERS = re.compile(r"_(committed|started)_\d+")
 # Files in the top folder of a data set of the hub that describe it.
 _ABOUT = re.compile(r"(readme|licen[cs]e|copying|notice|citation|contributing)(\.[^/]*)?", re.IGNORECASE)
 _METADATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
@@ -26,11 +30,16 @@ _SIGNS = ("dataset_infos.json", "dataset_dict.json", ".cache/huggingface")
 _SHOWN = 3
 
 
+# How documents are held out; earlier versions held them out by their names.
+BY_CONTENT = "held out by content"
+
+
 @dataclass(frozen=True)
 class TextFiles:
-    """The files of one source. held_out: null where documents are held out by a hash of their names.
+    """The files of one source. held_out: null where documents are held out by a hash of their text.
 
-    description: what the text was made from, for the manifest. state: a digest of the files' modification times.
+    description: what the text was made from, for the manifest. state: a digest of the files' modification times, and
+    how documents are held out; an unfinished preparation with another one starts from scratch.
     times: a digest that also covers when the system last changed each file (ctime), which no program can set; empty on
     the hub. unread: the other content of the folder, a line for each reason why it is not read.
     """
@@ -38,7 +47,7 @@ class TextFiles:
     train: list[TextFile]
     held_out: list[TextFile] | None = None
     description: dict[str, Any] = field(default_factory=dict)
-    state: str = ""
+    state: str = BY_CONTENT
     times: str = ""
     unread: tuple[str, ...] = ()
 
@@ -109,17 +118,17 @@ def root_of(name: str, source: Source) -> Path:
 def walk(root: Path, suffixes: tuple[str, ...]) -> tuple[list[TextFile], dict[str, list[str]]]:
     """Return the files below a folder with one of the suffixes, in any case, and the other entries by the reason.
 
-    Both are sorted, and hidden files are in neither. Raises DataError where there is no such folder or file.
+    Both are sorted. A file with several links is read once. Raises DataError where there is no such folder or file.
     """
     if not root.is_dir():
         raise DataError("no such folder or file", root, "Set data.source to the folder or file of your text.")
     files: list[TextFile] = []
     unread: dict[str, list[str]] = defaultdict(list)
-    names = _names(root, unread["folders that cannot be listed"])
+    names = _names(root, unread)
     suffixes = tuple(suffix.lower() for suffix in suffixes)
     regular = {name for name in names if (root / name).is_file()}
     about = _about(root, sorted(regular), suffixes)
-    for name in sorted(names):
+    for name in names:
         plain, codec = split_codec(name)
         if name not in regular:
             dangling = (root / name).is_symlink() and not (root / name).exists()
@@ -178,7 +187,7 @@ def _local_files(name: str, source: Source) -> TextFiles:
     description["listing"] = _digest([(name, stat.st_size) for name, stat in stats])
     if not source.source:
         description["python"] = platform.python_version()
-    state = _digest([(name, stat.st_mtime_ns) for name, stat in stats])
+    state = _digest([(BY_CONTENT, 0), *((name, stat.st_mtime_ns) for name, stat in stats)])
     times = _digest([(name, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats])
     return TextFiles(train, held_out, description, state, times, unread)
 
@@ -209,22 +218,54 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(translated.replace("\ue000", "(?:.*/)?"))
 
 
-def _names(root: Path, unreadable: list[str]) -> list[str]:
-    """Return the names below the root of all files that are not hidden. Each folder is visited once, links included.
+def _names(root: Path, unread: dict[str, list[str]]) -> list[str]:
+    """Return the names below the root of all files that may be text, each under one name.
 
-    unreadable: receives the names of folders that cannot be listed.
+    A folder or file that links lead to as well has the name of its own place, if that is below the root. unread:
+    receives the other entries by the reason.
     """
-    names = []
-    # a mirror may consist of links
-    visited = {os.path.realpath(root)}
-    tree = os.walk(root, True, lambda error: unreadable.append(os.path.relpath(error.filename, root)), followlinks=True)
-    for folder, subfolders, files in tree:
-        visible = [name for name in sorted(subfolders) if name not in _SKIPPED_FOLDERS and not name.startswith(".")]
-        real_paths = {name: os.path.realpath(os.path.join(folder, name)) for name in visible}
-        subfolders[:] = [name for name in visible if real_paths[name] not in visited]
-        visited |= set(real_paths.values())
-        names += [Path(folder, name).relative_to(root).as_posix() for name in files if not name.startswith(".")]
-    return names
+    names: dict[str, str] = {}
+    visited: set[str] = set()
+    # links are followed last, so that what is below the root has its own name; a mirror may consist of links
+    folders, links = [(os.path.realpath(root), "")], list[tuple[str, str]]()
+    linked_files: list[tuple[str, str]] = []
+    while folders or links:
+        is_link = not folders
+        path, inside = links.pop(0) if is_link else folders.pop()
+        if path in visited:
+            unread["links to what is read already"].append(inside)
+            continue
+        visited.add(path)
+        try:
+            with os.scandir(path) as listing:
+                entries = sorted(listing, key=lambda entry: entry.name)
+        except OSError:
+            unread["folders that cannot be listed"].append(inside or ".")
+            continue
+        for entry in entries:
+            name = f"{inside}/{entry.name}" if inside else entry.name
+            if reason := _why_unread(entry):
+                unread[reason].append(name)
+            elif os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():
+                real = os.path.realpath(entry.path)
+                (links if entry.is_symlink() else folders).append((real, name))
+            elif entry.is_symlink():
+                linked_files.append((os.path.realpath(entry.path), name))
+            elif names.setdefault(entry.path, name) != name:
+                unread["links to what is read already"].append(name)
+    for path, name in sorted(linked_files, key=lambda file: file[1]):
+        if names.setdefault(path, name) != name:
+            unread["links to what is read already"].append(name)
+    return sorted(names.values())
+
+
+def _why_unread(entry: os.DirEntry[str]) -> str | None:
+    """Return why an entry is no data whatever it contains, or None."""
+    if entry.name.startswith("."):
+        return "hidden files and folders"
+    if entry.name in _OF_TOOLS or _MARKERS.fullmatch(entry.name):
+        return "files and folders of other tools"
+    return "folders of packages" if entry.name in _SKIPPED_FOLDERS and entry.is_dir() else None
 
 
 def _about(root: Path, names: list[str], suffixes: tuple[str, ...]) -> set[str]:

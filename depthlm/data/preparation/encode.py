@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from depthlm.data.corpora.documents import REASONS, Reader, documents, held_out_share, is_validation
+from depthlm.data.corpora.documents import REASONS, Reader, digest_of, documents, held_out_share, is_validation
 from depthlm.data.corpora.formats import TextFile
 from depthlm.data.corpora.sources import TextFiles
 from depthlm.data.manifest import Manifest, dtype_of, little_endian
@@ -86,6 +86,12 @@ class Job:
         fraction = held_out_fraction(self.files, self.text_field, self.cut, self.data)
         held_out = [Section(self.files.held_out, 1.0)] if self.files.held_out else []
         return [*held_out, Section(self.files.train, fraction)]
+
+    @cached_property
+    def held_out_texts(self) -> frozenset[bytes]:
+        """The digests of all documents in the files that are held out, which are not trained on."""
+        texts = documents(self.files.held_out or (), self.text_field, self.cut, self.data.max_document_bytes)
+        return frozenset(digest_of(text) for _, text in texts)
 
 
 class Piece(NamedTuple):
@@ -192,7 +198,7 @@ def held_out_fraction(files: TextFiles, text_field: str, cut: bool, data: Data) 
         return 0.0
     longest = data.max_document_bytes
     return held_out_share(
-        (name for name, _ in documents(files.train, text_field, cut, longest)), data.validation_fraction
+        (text for _, text in documents(files.train, text_field, cut, longest)), data.validation_fraction
     )
 
 
@@ -250,7 +256,14 @@ def _pieces(job: Job, start: Position, one_file: bool) -> Iterator[tuple[Piece, 
                         raise DataError(record.why, file.location, remedy)
                     yield Piece(False, "", True, after, record.bad), files_read, reader
                     continue
-                held_out, end = is_validation(record.name, fraction), len(record.text)
+                if (
+                    files is not job.files.held_out
+                    and job.held_out_texts
+                    and digest_of(record.text) in job.held_out_texts
+                ):
+                    yield Piece(False, "", True, after, "held_out"), files_read, reader
+                    continue
+                held_out, end = is_validation(record.text, fraction), len(record.text)
                 for before, text in cut(record.text, job.tokenizer):
                     end -= len(text)
                     yield Piece(held_out, text, not end, after, before=before), files_read, reader
@@ -316,5 +329,5 @@ def _check_splits(job: Job, train: int, validation: int, skipped: Counter[str]) 
         raise DataError(f"nothing to train on ({reasons})", where, "Set data.source to a folder or file of text.")
     if not validation or not (train or job.validation_only):
         what = f"{train} documents for training and {validation} for validation"
-        remedy = "Give more documents: a folder of many files, or one file, which is cut into many."
+        remedy = "Give more documents with other text: a folder of many files, or one file, which is cut into many."
         raise DataError(what, where, remedy)

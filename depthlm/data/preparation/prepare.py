@@ -112,7 +112,7 @@ def _text_for_training(data: Data) -> Iterator[str]:
         files, cut, field = text_files(name, source), _is_cut(source), source.text_field or ""
         fraction = held_out_fraction(files, field, cut, data)
         pairs = documents(files.train, field, cut, data.max_document_bytes)
-        train_pairs = ((document, text) for document, text in pairs if not is_validation(document, fraction))
+        train_pairs = ((document, text) for document, text in pairs if not is_validation(text, fraction))
         yield from sample(train_pairs, sample_bytes(data.vocab_size), files.description.get("bytes"))
 
 

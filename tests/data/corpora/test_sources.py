@@ -7,7 +7,16 @@ import pytest
 
 import depthlm
 from depthlm.config import ConfigError
-from depthlm.data import DataError, documents, open_corpus, prepare, text_files, train_sources, validation_sources
+from depthlm.data import (
+    DataError,
+    TokenFiles,
+    documents,
+    open_corpus,
+    prepare,
+    text_files,
+    train_sources,
+    validation_sources,
+)
 from depthlm.data.corpora.documents import PIECE
 from depthlm.data.settings import Data, Source
 
@@ -120,10 +129,11 @@ def test_what_a_folder_holds_and_is_not_read_is_named(tmp_path: Path, capsys: py
         "files ending in .json: 1 (data/a.json)",
         "files ending in .json.gz: 1 (b.Json.gz)",
         "files without a suffix: 1 (LICENSE)",
+        "hidden files and folders: 1 (.hidden.txt)",
     )
     assert files.unread == expected
     prepare(data)
-    assert capsys.readouterr().err.splitlines()[:6] == [f"not read in {tmp_path}: {line}" for line in expected]
+    assert capsys.readouterr().err.splitlines()[:6] == [f"not read in {tmp_path}: {line}" for line in expected[:6]]
 
 
 ABOUT = ["LICENSE.txt", "README.md", "dataset_infos.json"]
@@ -148,7 +158,10 @@ def test_the_card_and_licence_of_a_downloaded_data_set_are_not_text(
     files = text_files("own", Data(source=str(tmp_path)))
     assert [file.name for file in files.train] == read
     about = sorted([*ABOUT, *(name for name in others if name == "script.py")])
-    assert files.unread == (f"files about the data set: {len(about)} ({rest(tmp_path, [*read, '.gitattributes'])})",)
+    assert files.unread == (
+        f"files about the data set: {len(about)} ({rest(tmp_path, [*read, '.gitattributes'])})",
+        "hidden files and folders: 1 (.gitattributes)",
+    )
 
 
 def test_a_folder_of_text_is_read_with_its_readme(tmp_path: Path) -> None:
@@ -201,6 +214,71 @@ def test_linked_folders_are_read_once_and_unusual_names_are_read(tmp_path: Path)
     (tmp_path / "real" / "loop").symlink_to(tmp_path / "real")
     assert sorted(text for _, text in docs(Data(source=str(tmp_path / "mirror"), tokenizer="bytes"))) == ["one", "two"]
     prepare(Data(name="own", source=str(tmp_path / "mirror"), tokenizer="bytes"))
+
+
+@pytest.mark.parametrize(
+    ("link", "target"),
+    [("latest", "2024"), ("2023", "2024"), ("2024/again", "."), ("zero.txt", "2024/0.txt"), ("0.txt", "2024/0.txt")],
+)
+def test_what_a_link_leads_to_below_the_source_is_read_once_by_its_own_name(
+    tmp_path: Path, link: str, target: str
+) -> None:
+    write(tmp_path, "2024/0.txt", "2024/1.txt")
+    (tmp_path / link).symlink_to(tmp_path / target)
+    files = text_files("own", Data(source=str(tmp_path)))
+    assert [file.name for file in files.train] == ["2024/0.txt", "2024/1.txt"]
+    assert files.unread == (f"links to what is read already: 1 ({link})",)
+
+
+def test_what_other_tools_leave_beside_data_is_not_read_and_named(tmp_path: Path) -> None:
+    hidden = [".ipynb_checkpoints/a.txt", ".a.txt.swp"]
+    left = ["_temporary/0/part-1.txt", "_SUCCESS", "_committed_12", "sub/__MACOSX/a.txt"]
+    write(tmp_path, *hidden, *left, "_mine.txt", "_started.txt", "sub/a.txt", "x/__pycache__/a.txt")
+    (tmp_path / "loop.txt").symlink_to(tmp_path / "loop.txt")
+    files = text_files("own", Data(source=str(tmp_path), suffixes=[".txt", "_SUCCESS"]))
+    assert [file.name for file in files.train] == ["_mine.txt", "_started.txt", "sub/a.txt"]
+    assert files.unread == (
+        "dangling links: 1 (loop.txt)",
+        "files and folders of other tools: 4 (_SUCCESS, _committed_12, _temporary, ...)",
+        "folders of packages: 1 (x/__pycache__)",
+        "hidden files and folders: 2 (.a.txt.swp, .ipynb_checkpoints)",
+    )
+
+
+@pytest.mark.parametrize("pattern", [None, "held*"])
+def test_no_held_out_document_is_trained_on(tmp_path: Path, pattern: str | None) -> None:
+    texts = [f"document {number} is unique" for number in range(60)]
+    for folder in ("src/a", "src/b"):
+        (tmp_path / folder).mkdir(parents=True)
+        for number, text in enumerate(texts):
+            (tmp_path / folder / f"{folder[-1]}{number}.txt").write_text(text)
+    if pattern is not None:
+        (tmp_path / "src/held.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts[:7]))
+    data = Data(
+        name="own", source=str(tmp_path / "src"), tokenizer="bytes", path=str(tmp_path / "tokens"),
+        validation_fraction=0.2, validation_files=pattern, suffixes=[".txt", ".jsonl"],
+    )  # fmt: skip
+    prepare(data)
+    corpus = open_corpus(data)
+    train, held_out = (
+        [corpus.tokenizer.decode(part) for part in _documents(tokens, corpus.tokenizer.end_of_text)]
+        for tokens in (corpus.train["own"], corpus.validation["own"])
+    )
+    assert {*train}.isdisjoint(held_out)
+    assert sorted({*train} | {*held_out}) == sorted(texts)
+    if pattern is not None:
+        assert (held_out, len(train)) == (texts[:7], 2 * 53)
+        assert corpus.manifests["own"].left_out == {"held_out": 14}
+    else:
+        # copies are in one split
+        assert all(split.count(text) == 2 for split in (train, held_out) for text in split)
+        assert 4 <= len({*held_out}) <= 22
+
+
+def _documents(tokens: TokenFiles, end: int) -> list[list[int]]:
+    ids = tokens.read(0, len(tokens)).tolist()
+    ends = [place for place, number in enumerate(ids) if number == end]
+    return [ids[start:stop] for start, stop in zip([0, *(stop + 1 for stop in ends)], ends, strict=False)]
 
 
 def test_a_folder_whose_name_is_not_utf8_is_prepared(tmp_path: Path) -> None:

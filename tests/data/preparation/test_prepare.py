@@ -285,9 +285,8 @@ def test_unknown_tokens_are_counted_and_many_of_them_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # of 10 tokens of a document, the last one its end, one is unknown
-    Path("a.jsonl").write_text(json.dumps({"text": "one two " * 4 + "three"}) + "\n")
-    lines = Path("a.jsonl").read_text() * 200
-    Path("a.jsonl").write_text(lines)
+    texts = [" ".join("one" if n >> k & 1 else "two" for k in range(8)) + " three" for n in range(200)]
+    Path("a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     tokenizer = word_level(tmp_path / "words", "one", "two")
     data = Data(name="own", source="a.jsonl", tokenizer=tokenizer, validation_fraction=0.2, path="tokens")
     manifest = Manifest.read(prepare(data)["own"])

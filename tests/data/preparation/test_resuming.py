@@ -193,7 +193,7 @@ def test_with_another_setting_an_unfinished_preparation_is_refused_and_stays_as_
 
 
 def test_a_setting_may_be_corrected_where_nothing_was_encoded(local: Local, text_folder: Path) -> None:
-    (text_folder / "a.jsonl").write_text('{"words": "some text"}\n' * 50)
+    (text_folder / "a.jsonl").write_text("".join(f'{{"words": "text {n}"}}\n' for n in range(50)))
     data = local(tokenizer="bytes", path="tokens", source=str(text_folder / "a.jsonl"))
     with pytest.raises(DataError, match="text"):
         prepare(data)
