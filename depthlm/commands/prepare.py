@@ -71,7 +71,7 @@ def read_options(arguments: list[str], program: str) -> argparse.Namespace:
     ids.add_argument("--to", type=Path, metavar="FOLDER", help="folder of the token files, to be named by a `path`")
     ids.add_argument(
         "--held-out", type=parse_share, metavar="SHARE",
-        help="share of the documents for validation, chosen by a hash of their numbers; 1 (default): a validation set; "
+        help="share of the documents for validation, chosen by a hash of their ids; 1 (default): a validation set; "
         "below 1: text to train on",
     )  # fmt: skip
     options = parser.parse_intermixed_args(arguments)

@@ -94,13 +94,14 @@ class Manifest:
     @staticmethod
     def exists(folder: str | Path) -> bool:
         """Return whether the folder has a manifest."""
-        return Path(folder, FILE_NAME).is_file()
+        # Path.is_file raises OSError for a name that is too long
+        return os.path.isfile(Path(folder, FILE_NAME))
 
     @classmethod
     def read(cls, folder: str | Path) -> "Manifest":
         """Read the folder's manifest. Raises DataError where it is missing, invalid or of another version."""
         file = Path(folder, FILE_NAME)
-        if not file.is_file():
+        if not cls.exists(folder):
             raise DataError("no token files", folder, f"Prepare them: {_PREPARE} with the same overrides.")
         try:
             record = json.loads(read_text(file))

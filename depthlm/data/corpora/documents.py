@@ -218,7 +218,7 @@ def first_mistakes(
                 yield f"{file.location}: {record.why}"
 
 
-def is_validation(text: str | bytes, fraction: float) -> bool:
+def is_validation(text: str, fraction: float) -> bool:
     """Return whether the document with this text is held out: true for a share `fraction` of all texts."""
     return fraction >= 1 or (fraction > 0 and hash_share(text) < fraction)
 
@@ -233,16 +233,27 @@ def held_out_share(texts: Iterable[str], fraction: float) -> float:
     return math.nextafter(lowest, 1.0)
 
 
-def hash_share(text: str | bytes) -> float:
+def hash_share(text: str) -> float:
     """Return a hash of a text or a name, uniform in [0, 1)."""
+    digest = document_digest()
+    digest.update(text.encode("utf-8", "surrogateescape"))
+    return share_of(digest.digest())
+
+
+def document_digest() -> blake2b:
+    """Return the digest of a document, to be updated with its parts, from which `share_of` takes its hash."""
+    return blake2b(digest_size=8)
+
+
+def share_of(digest: bytes) -> float:
+    """Return a digest of 8 bytes as a number in [0, 1)."""
     # A float holds 53 bits: more could round up to 1.
-    return (int.from_bytes(digest_of(text, 8)) >> 11) / 2**53
+    return (int.from_bytes(digest) >> 11) / 2**53
 
 
-def digest_of(text: str | bytes, size: int = 16) -> bytes:
-    """Return a digest of a text, [size]."""
-    content = text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
-    return blake2b(content, digest_size=size).digest()
+def digest_of(text: str) -> bytes:
+    """Return a digest of a text that no other text has, [16]."""
+    return blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).digest()
 
 
 def pieces(stream: TextIO, size: int) -> Iterator[str]:

@@ -1,31 +1,35 @@
 """Token files made from files of token ids that were tokenized elsewhere, such as published validation sets."""
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
 from depthlm.console import stderr_console
-from depthlm.data.corpora.documents import is_validation
+from depthlm.data.corpora.documents import document_digest, share_of
 from depthlm.data.manifest import VERSION, Manifest, dtype_of, little_endian
 from depthlm.data.preparation import progress as progress_file
-from depthlm.data.preparation.prepare import check_name, locked, publish
+from depthlm.data.preparation.prepare import check_name, locked, publish, writing
 from depthlm.data.preparation.progress import SplitWriter
 from depthlm.data.settings import SHARD_TOKENS
 from depthlm.data.tokenizers import REMEDY, Tokenizer, bytes_tokenizer, check_end_of_text, pretrained_tokenizer
 from depthlm.errors import DataError
-from depthlm.files import sync
+from depthlm.files import open_regular, sync
 
 DTYPES = ("uint16", "uint32", "uint64", "int32", "int64")
 # ids in memory at a time
 CHUNK = 2**22
 # the first bytes of a .npy file with a header; many files of this name have none
 NPY = b"\x93NUMPY"
+# characters of the reason why a header cannot be read
+LONGEST_REASON = 200
 
 
 class _TextBytes:
@@ -45,12 +49,97 @@ class _TextBytes:
         return sum(len(self.tokenizer.decode(document[:-1]).encode()) for document in documents)
 
 
+class _Ids:
+    """The ids of a file, which are read in parts, and from the file alone: it may change at any time.
+
+    dtype: as they are stored. start: the byte at which they begin. Raises DataError where they cannot be read.
+    """
+
+    def __init__(self, file: Path, dtype: str | None) -> None:
+        self.file, self.sha256 = file, ""
+        with self._opened() as stream:
+            self.stamp = self._stamp(stream)
+            has_header = stream.read(len(NPY)) == NPY
+            stream.seek(0)
+            shape: tuple[int, ...] | None = None
+            if has_header:
+                shape, self.dtype = _header(file, stream)
+            elif dtype is None:
+                what = "the file has no header that says the dtype of its ids"
+                raise DataError(what, file, "Set --dtype, such as uint32.")
+            else:
+                self.dtype = little_endian(dtype)
+            self.start = stream.tell()
+        width, size = self.dtype.itemsize, self.stamp[0] - self.start
+        if shape is not None and (
+            len(shape) != 1 or self.dtype.name not in DTYPES or dtype not in (None, self.dtype.name)
+        ):
+            what = f"an array of {len(shape)} dimensions and dtype {self.dtype}"
+            raise DataError(what, file, f"Give ids [n] of {dtype or ' or '.join(DTYPES)}.")
+        if size % width:
+            raise DataError(f"{size} bytes are no whole number of ids of {width} bytes", file, "Check --dtype.")
+        self.count = size // width
+        if shape is not None and shape[0] != self.count:
+            what = f"the header says {shape[0]:,} ids, and the file has {self.count:,}"
+            raise DataError(what, file, "Write the file again, or give the ids without a header.")
+        if not self.count:
+            raise DataError("no ids", file, "Leave this file out.")
+
+    def parts(self) -> Iterator[NDArray[np.integer]]:
+        """Yield the ids in their order. Raises DataError if the file changes, also since it was read before."""
+        sha256, width = hashlib.sha256(), self.dtype.itemsize
+        with self._opened() as stream:
+            stream.seek(self.start)
+            for first in range(0, self.count, CHUNK):
+                content = stream.read(size := width * min(CHUNK, self.count - first))
+                if len(content) < size:
+                    break
+                sha256.update(content)
+                yield np.frombuffer(content, self.dtype)
+            stamp = self._stamp(stream)
+        if stamp != self.stamp or self.sha256 not in ("", sha256.hexdigest()):
+            remedy = "Wait until it is complete, then run the same command again."
+            raise DataError("the file changed while it was read", self.file, remedy)
+        self.sha256 = sha256.hexdigest()
+
+    @contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        try:
+            stream = open_regular(self.file)
+        except (OSError, ValueError) as error:
+            remedy = "Give a flat array of ids, with or without a header."
+            raise DataError(f"cannot read ids ({error})", self.file, remedy) from None
+        with stream:
+            yield stream
+
+    @staticmethod
+    def _stamp(stream: BinaryIO) -> tuple[int, int]:
+        status = os.fstat(stream.fileno())
+        return status.st_size, status.st_mtime_ns
+
+
+def _header(file: Path, stream: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Read the header of a .npy: its shape and dtype. Raises DataError."""
+    from numpy.lib import format as npy
+
+    try:
+        read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[npy.read_magic(stream)]
+        shape, _, dtype = read(stream)
+        if any(type(length) is not int or length < 0 for length in shape):
+            raise ValueError(f"a shape of {shape}")
+    except Exception as error:  # numpy evaluates the header as Python, which may raise anything
+        reason = str(error).partition("\n")[0][:LONGEST_REASON]
+        what = f"the header of a .npy cannot be read ({type(error).__name__}: {reason})"
+        raise DataError(what, file, "Write the file again, or give the ids without a header.") from None
+    return shape, dtype
+
+
 @dataclass(frozen=True)
 class Import:
     """Files of ids, which follow one another as one sequence of documents, and the folder of token files to make.
 
     dtype: of the ids in files without a header, little-endian. held_out: the share of the documents in the validation
-    set, chosen by a hash of their numbers; 1: all, as in a validation set.
+    set, chosen by a hash of their ids; 1: all, as in a validation set.
     """
 
     files: Sequence[Path]
@@ -74,64 +163,70 @@ def load_tokenizer(name: str, end_of_text: str | None) -> Tokenizer:
 def import_tokens(job: Import, console: Console | None = None) -> Manifest:
     """Make the token files, and return their manifest. A folder that already has this content stays.
 
-    Raises DataError where a file cannot be read, has another dtype or an id beyond the vocabulary, the last document
-    has no end of text, or a split would have no document.
+    Raises DataError where a file cannot be read, changes, has another dtype or an id beyond the vocabulary, the last
+    document has no end of text, a split would have no document, or the folder cannot be written.
     """
     console = console or stderr_console()
     target = job.folder.resolve()
     check_name(target.name)
-    arrays = [_open(file, job.dtype) for file in job.files]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with locked(target, console):
-        settings = {
-            "version": VERSION,
-            "imported": [
-                [str(file.resolve()), _digest(array), str(array.dtype)]
-                for file, array in zip(job.files, arrays, strict=True)
-            ],
-            "tokenizer": job.tokenizer.fingerprint,
-            "end_of_text": job.tokenizer.end.token,
-            "validation_fraction": job.held_out,
-        }
-        if Manifest.exists(target):
-            manifest = Manifest.read(target)
-            if manifest.settings != settings:
-                raise DataError("the folder has other token files", job.folder, "Set another --to, or remove it.")
-            return manifest
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise DataError("token files need an empty folder", job.folder, "Empty it, or set another --to.")
-        partial = target.with_name(f"{target.name}.partial")
-        progress_file.check_mark(partial, settings)
-        if partial.exists():
-            progress_file.clear(partial)
-        partial.mkdir(exist_ok=True)
-        progress_file.mark(partial, settings)
-        sync(job.tokenizer.save(partial))
-        manifest = _write(job, arrays, partial, settings)
-        manifest.write(partial)
-        publish(partial, target)
+    files = [_Ids(file, job.dtype) for file in job.files]
+    with writing(job.folder, "Free some space or fix the cause, then run the same command again."):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with locked(target, console):
+            return _import(job, files, target)
+
+
+def _import(job: Import, files: Sequence[_Ids], target: Path) -> Manifest:
+    """Make the token files; the lock must be held. Raises DataError and OSError."""
+    flags = _held_out(job, files)
+    settings = {
+        "version": VERSION,
+        "imported": [[str(ids.file.resolve()), ids.sha256, str(ids.dtype)] for ids in files],
+        "tokenizer": job.tokenizer.fingerprint,
+        "end_of_text": job.tokenizer.end.token,
+        "validation_fraction": job.held_out,
+    }
+    if Manifest.exists(target):
+        manifest = Manifest.read(target)
+        if manifest.settings != settings:
+            raise DataError("the folder has other token files", job.folder, "Set another --to, or remove it.")
+        return manifest
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise DataError("token files need an empty folder", job.folder, "Empty it, or set another --to.")
+    partial = target.with_name(f"{target.name}.partial")
+    progress_file.check_mark(partial, settings)
+    if partial.exists():
+        progress_file.clear(partial)
+    partial.mkdir(exist_ok=True)
+    progress_file.mark(partial, settings)
+    sync(job.tokenizer.save(partial))
+    manifest = _write(job, files, flags, partial, settings)
+    manifest.write(partial)
+    publish(partial, target)
     return manifest
 
 
-def _write(job: Import, arrays: Sequence[NDArray[np.integer]], partial: Path, settings: dict[str, Any]) -> Manifest:
+def _write(
+    job: Import, files: Sequence[_Ids], flags: NDArray[np.bool_] | None, partial: Path, settings: dict[str, Any]
+) -> Manifest:
     tokenizer, name, size = job.tokenizer, job.folder.resolve().name, job.tokenizer.vocab_size
     train, held = (
         SplitWriter(partial, stem, dtype_of(size), size, job.shard_tokens) for stem in ("train", f"validation-{name}")
     )
-    documents, is_held, last = 0, is_validation("0", job.held_out), -1
+    documents, last = 0, -1
     text_bytes = {writer: _TextBytes(tokenizer) for writer in (held, train)}
-    for file, array in zip(job.files, arrays, strict=True):
-        for ids in _chunks(file, array, size):
+    for file in files:
+        first = 0
+        for part in file.parts():
+            ids = _checked(part, first, size, file.file)
+            first += len(ids)
             ends = np.flatnonzero(ids == tokenizer.end_of_text)
-            # which documents a chunk has parts of, and whether each is held out
-            flags = [
-                is_held,
-                *(is_validation(str(documents + number), job.held_out) for number in range(1, len(ends) + 1)),
-            ]
-            mask = np.repeat(flags, np.diff(ends + 1, prepend=0, append=len(ids)))
-            for writer, part in ((held, ids[mask]), (train, ids[~mask])):
-                writer.add(part, int((part == tokenizer.end_of_text).sum()), text_bytes[writer].of(part))
-            documents, is_held, last = documents + len(ends), flags[-1], int(ids[-1])
+            # which documents a part has ids of, and whether each is held out
+            held_out = np.ones(len(ends) + 1, bool) if flags is None else flags[documents : documents + len(ends) + 1]
+            mask = np.repeat(held_out, np.diff(ends + 1, prepend=0, append=len(ids)))
+            for writer, chosen in ((held, ids[mask]), (train, ids[~mask])):
+                writer.add(chosen, int((chosen == tokenizer.end_of_text).sum()), text_bytes[writer].of(chosen))
+            documents, last = documents + len(ends), int(ids[-1])
     _check(job, documents, last, train.documents, held.documents)
     return Manifest(
         name=name,
@@ -158,48 +253,31 @@ def _check(job: Import, documents: int, last: int, train: int, held: int) -> Non
         raise DataError(what, where, "Set another --held-out, or give more files.")
 
 
-def _open(file: Path, dtype: str | None) -> NDArray[np.integer]:
-    """Return the ids of a file, [n], which stay on the disk. Raises DataError where they cannot be read."""
-    try:
-        with file.open("rb") as stream:
-            has_header = stream.read(len(NPY)) == NPY
-        size = file.stat().st_size
-        array: NDArray[Any] | None = np.load(file, mmap_mode="r") if has_header else None
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"cannot read ids ({error})", file, "Give a flat array of ids, with or without a header."
-        ) from None
-    if array is not None:
-        if array.ndim != 1 or str(array.dtype) not in DTYPES or dtype not in (None, str(array.dtype)):
-            what = f"an array of {array.ndim} dimensions and dtype {array.dtype}"
-            raise DataError(what, file, f"Give ids [n] of {dtype or ' or '.join(DTYPES)}.")
-        ids = array
-    elif dtype is None:
-        raise DataError("the file has no header that says the dtype of its ids", file, "Set --dtype, such as uint32.")
-    else:
-        width = little_endian(dtype).itemsize
-        if size % width:
-            raise DataError(f"{size} bytes are no whole number of ids of {width} bytes", file, "Check --dtype.")
-        ids = np.memmap(file, dtype=little_endian(dtype), mode="r") if size else np.empty(0, little_endian(dtype))
-    if not len(ids):
-        raise DataError("no ids", file, "Leave this file out.")
-    return ids
+def _held_out(job: Import, files: Sequence[_Ids]) -> NDArray[np.bool_] | None:
+    """Read all ids once, and return whether each document is held out, [documents + 1]; None: all are.
+
+    A hash of its ids decides, so copies of a document are in the same split. Ids after the last end of text count as
+    a document.
+    """
+    flags: list[bool] = []
+    digest = document_digest()
+    for file in files:
+        for ids in file.parts():
+            if job.held_out >= 1:
+                continue
+            *ended, rest = np.split(ids.astype("<i8"), np.flatnonzero(ids == job.tokenizer.end_of_text) + 1)
+            for part in ended:
+                digest.update(part.tobytes())
+                flags.append(share_of(digest.digest()) < job.held_out)
+                digest = document_digest()
+            digest.update(rest.tobytes())
+    return None if job.held_out >= 1 else np.array([*flags, False])
 
 
-def _chunks(file: Path, array: NDArray[np.integer], vocab_size: int) -> Iterator[NDArray[np.int64]]:
-    """Yield the ids of a file in parts. Raises DataError for an id outside of the vocabulary."""
-    for start in range(0, len(array), CHUNK):
-        ids = array[start : start + CHUNK]
-        bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-        if len(bad):
-            what = f"id {ids[bad[0]]} at position {start + bad[0]:,}, and the vocabulary has {vocab_size:,} tokens"
-            raise DataError(what, file, "Check --dtype, and that --tokenizer is the one that made the ids.")
-        yield ids.astype(np.int64)
-
-
-def _digest(array: NDArray[np.integer]) -> str:
-    """Return the SHA-256 of the ids as they are stored."""
-    digest = hashlib.sha256()
-    for start in range(0, len(array), CHUNK):
-        digest.update(np.ascontiguousarray(array[start : start + CHUNK]).tobytes())
-    return digest.hexdigest()
+def _checked(ids: NDArray[np.integer], first: int, vocab_size: int, file: Path) -> NDArray[np.int64]:
+    """Return the ids of a part. first: the position of its first id. Raises DataError for one beyond the vocabulary."""
+    bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if len(bad):
+        what = f"id {ids[bad[0]]} at position {first + bad[0]:,}, and the vocabulary has {vocab_size:,} tokens"
+        raise DataError(what, file, "Check --dtype, and that --tokenizer is the one that made the ids.")
+    return ids.astype(np.int64)

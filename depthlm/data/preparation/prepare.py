@@ -153,23 +153,20 @@ class _Preparation:
             return self.folder
         if not is_remote(self.source):
             text_files(self.name, self.source)  # raises for missing text before anything is created
+        remedy = "Free some space or fix the cause, then run the same command: it resumes from the last complete shard."
         try:
-            self.target.parent.mkdir(parents=True, exist_ok=True)
-            if part is not None:
-                self.encode_part(part)
-                return self.folder
-            with locked(self.target, self.console) as complete:
-                if complete:
-                    self.check_existing()
-                else:
-                    self.make()
+            with writing(self.folder, remedy):
+                self.target.parent.mkdir(parents=True, exist_ok=True)
+                if part is not None:
+                    self.encode_part(part)
+                    return self.folder
+                with locked(self.target, self.console) as complete:
+                    if complete:
+                        self.check_existing()
+                    else:
+                        self.make()
         except DataError as error:
             raise self.with_other_files(error) from error
-        except OSError as error:
-            remedy = (
-                "Free some space or fix the cause, then run the same command: it resumes from the last complete shard."
-            )
-            raise DataError(f"cannot prepare token files ({error})", self.folder, remedy) from error
         return self.folder
 
     def with_other_files(self, error: DataError) -> DataError:
@@ -302,6 +299,16 @@ class _Preparation:
             self.console.print(
                 f"note: {source.source} {changed} since {folder} was prepared; remove {folder} to prepare it again"
             )
+
+
+@contextmanager
+def writing(folder: Path, remedy: str) -> Iterator[None]:
+    """Raise what the system refuses while token files are made, such as on a full disk, as DataError."""
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        reason = str(error) or "out of memory"
+        raise DataError(f"cannot prepare token files ({reason})", folder, remedy) from error
 
 
 @contextmanager

@@ -1,8 +1,12 @@
 """Token files made from ids that were tokenized elsewhere."""
 
+import errno
+import os
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,7 +14,6 @@ from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from depthlm.data import Manifest, TokenFiles, open_corpus, prepare, verify
-from depthlm.data.corpora.documents import is_validation
 from depthlm.data.preparation import imported
 from depthlm.data.preparation.imported import Import, import_tokens, load_tokenizer
 from depthlm.data.settings import Data, Source
@@ -78,7 +81,9 @@ def test_bytes_of_a_tokenizer_whose_tokens_are_not_bytes_are_those_of_the_decode
     cut = next(number for number in range(1, len(ids)) if encoder.id_to_token(ids[number]).startswith("▁"))
     files = raw("a", ids[:cut]), raw("b", ids[cut:])
     manifest = import_tokens(job(*files, tokenizer="tokenizer.json", held_out=0.5))
-    is_held = [is_validation(str(number), 0.5) for number in range(len(texts))]
+    documents = [np.array(tokenizer.encode_batch([text])[0] + [tokenizer.end_of_text], "<i8") for text in texts]
+    is_held = [int.from_bytes(blake2b(ids.tobytes(), digest_size=8).digest()) < 2**63 for ids in documents]
+    assert {*is_held} == {False, True}
     for split, held in ((manifest.train, False), (manifest.validation["made"], True)):
         expected = [len(text.encode()) for text, is_in in zip(texts, is_held, strict=True) if is_in == held]
         assert (split.documents, split.bytes) == (len(expected), sum(expected))
@@ -97,7 +102,7 @@ def test_documents_may_continue_in_the_next_chunk_and_file(monkeypatch: pytest.M
 @pytest.mark.parametrize("chunk", [7, 2**22])
 def test_training_text_holds_out_whole_documents(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(imported, "CHUNK", chunk)
-    documents = [[*f"document {number}".encode(), END] for number in range(200)]
+    documents = [[*f"document {number % 100}".encode(), END] for number in range(200)]
     file = raw("ids", [token for document in documents for token in document])
     manifest = import_tokens(job(file, held_out=0.2))
     held = manifest.validation["made"].documents
@@ -107,6 +112,7 @@ def test_training_text_holds_out_whole_documents(monkeypatch: pytest.MonkeyPatch
         {bytes(part) for part in np.split(ids, np.flatnonzero(ids == END) + 1)}
         for ids in (np.array(tokens_of(Path("made"), split)) for split in ("train", "validation"))
     )
+    # copies of a document are in the same split
     assert train.isdisjoint(validation - {b""})
     assert (train | validation) - {b""} == {bytes(np.array(document)) for document in documents}
     corpus = open_corpus(Data(name="published", path="made"))
@@ -163,6 +169,80 @@ def test_an_array_of_another_shape_or_dtype_is_refused(shape: tuple[int, ...], d
     np.save("ids.npy", np.full(shape, END, dtype))
     with pytest.raises(DataError, match=f"an array of {len(shape)} dimensions and dtype {np.dtype(dtype)}"):
         import_tokens(job(Path("ids.npy")))
+
+
+def header(text: str, version: bytes = b"\x01\x00") -> Path:
+    """Write a .npy of the ids with this header."""
+    Path("ids.npy").write_bytes(
+        b"\x93NUMPY" + version + len(text).to_bytes(2, "little") + text.encode() + np.array(IDS, "<u4").tobytes()
+    )
+    return Path("ids.npy")
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (lambda: header("{'descr': '<u4', 'fortran_order': False, 'shape': (99999999999999,)}"), "says 99,999,"),
+        (lambda: header("{'descr': '<u4', 'fortran_order': False, 'shape': (3,)}"), f"the file has {len(IDS)}"),
+        (lambda: header("{'descr': '<u4', 'fortran_order': False, 'shape': (-1,)}"), "a shape of"),
+        (lambda: header("{'descr': '<u4', 'fortran_order': False, 'shape': (True,)}"), "a shape of"),
+        (lambda: header("{'descr': '|O', 'fortran_order': False, 'shape': (19,)}"), "dtype object"),
+        (lambda: header("(" * 9000), "header of a .npy cannot be read"),
+        (lambda: header("{" * 9000 + "]"), "header of a .npy cannot be read"),
+        (lambda: header("é"), "header of a .npy cannot be read"),
+        (lambda: header("{}", b"\x09\x00"), "header of a .npy cannot be read"),
+        (lambda: Path("/dev/zero"), "not a regular file"),
+        (lambda: Path("x" * 300), "cannot read ids"),
+    ],
+)  # fmt: skip
+def test_a_hostile_file_is_refused(write: Callable[[], Path], words: str) -> None:
+    with pytest.raises(DataError) as caught:
+        import_tokens(job(write(), dtype=None))
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    assert not Path("made").exists()
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def rewrite(file: Path) -> None:
+    status = file.stat()
+    file.write_bytes(np.array([*b"another", *IDS[7:]], "<u4").tobytes())
+    # a writer may restore the time, or the clock may be coarse
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [truncate, rewrite, lambda file: file.write_bytes(file.read_bytes() + b"\0" * 4)])
+@pytest.mark.parametrize("chunk", [4, 2**22])
+def test_a_file_that_changes_while_it_is_imported_is_refused(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, change: Callable[[Path], None]
+) -> None:
+    monkeypatch.setattr(imported, "CHUNK", chunk)
+    file, written = raw("ids", IDS), imported._write
+
+    def change_and_write(*arguments: Any) -> Manifest:
+        change(file)
+        return written(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(imported, "_write", change_and_write)
+        with pytest.raises(DataError, match="the file changed while it was read"):
+            import_tokens(job(file, held_out=0.5))
+    assert not Path("made").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match="File name too long"):
+        import_tokens(job(raw("ids", IDS), folder=Path("x" * 300)))
+    for error in (OSError(errno.ENOSPC, "No space left on device"), MemoryError()):
+        with monkeypatch.context() as patch:
+            patch.setattr(imported.SplitWriter, "add", Mock(side_effect=error))
+            with pytest.raises(DataError, match=r"No space left on device|out of memory"):
+                import_tokens(job(Path("ids")))
+    import_tokens(job(Path("ids")))
+    assert tokens_of(Path("made"), "validation") == IDS
 
 
 def test_the_same_import_again_changes_nothing_and_another_is_refused() -> None:
