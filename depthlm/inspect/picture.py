@@ -182,7 +182,7 @@ def draw_curves(panels: Mapping[str, Mapping[str, Array]], title: str, x: str, y
             style = {"color": HUES[number % len(HUES)], "ls": DASHES[number % len(DASHES)], "marker": marker}
             place.plot(values, **style, ms=3.5, lw=1.5, label=label)
         place.set_title(name, fontsize="medium")
-        place.xaxis.get_major_locator().set_params(integer=True)
+        place.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         grid(place)
     if low > 0 and high > 10 * low:
         axes[0, 0].set_yscale("log")

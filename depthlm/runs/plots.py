@@ -66,17 +66,19 @@ def log_ticks(axis: Any, limits: tuple[float, float], counts: bool = False) -> N
 
     low, high = limits
     decimals = 0
+
+    def text(value: float, _: object = None) -> str:
+        return count_text(value) if counts else f"{value:.{decimals}f}" if decimals else f"{value:g}"
+
     if high / low < 4:
         ticks = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
         decimals = max(len(f"{tick:.4g}".partition(".")[2]) for tick in ticks)
-        axis.set_major_locator(FixedLocator(ticks))
+        # over a small range, several ticks have the same text
+        distinct_ticks = {text(tick): tick for tick in reversed(ticks)}
+        axis.set_major_locator(FixedLocator(sorted(distinct_ticks.values())))
     else:
         factor = high / low
         axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5) if factor < 20 else (1, 3) if factor < 300 else (1,)))
-
-    def text(value: float, _: object) -> str:
-        return count_text(value) if counts else f"{value:.{decimals}f}" if decimals else f"{value:g}"
-
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(text))
 

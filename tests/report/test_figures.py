@@ -17,6 +17,7 @@ from depthlm.report.figures.charts import Line, Mark, _is_logarithmic, _lines, _
 from depthlm.report.figures.heatmap import cells_of, panels_of
 from depthlm.report.figures.style import OTHERS, Mechanism, mechanism_of, style_of
 from depthlm.report.rows import Row, measured, ordered, setting, setting_title
+from depthlm.runs.plots import log_ticks, subplots
 from depthlm.sweeps.point import Point
 
 from .made_up import directories, experiment, is_png, reported, sweep, write_run
@@ -281,3 +282,13 @@ def test_bars_of_another_protocol_have_the_papers_numbers_in_a_panel_of_their_ow
         assert [axes.get_title() for axes in figures[0].axes] == titles
         assert [len(axes.patches) for axes in figures[0].axes] == ([1, 1] if budget == "smoke" else [2])
         assert figures[0].get_suptitle() == "A pair"
+
+
+def test_no_two_ticks_of_an_axis_have_the_same_text() -> None:
+    figure, axes = subplots(1, 4, 4)
+    for low, high in ((3.0e6, 3.0009e6), (1.1e9, 1.1001e9), (2.9e6, 3.1e6)):
+        log_ticks(axes[0, 0].xaxis, (low, high), counts=True)
+        axes[0, 0].set_xlim(low, high)
+        texts = [label.get_text() for label in axes[0, 0].get_xticklabels()]
+        assert len(texts) == len({*texts}) > 0
+    figure.clear()

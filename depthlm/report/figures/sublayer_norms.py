@@ -38,7 +38,7 @@ def draw_sublayer_norms(sweep: Sweep, path: Path) -> list[str] | None:
         place.set_yscale("log")
         place.set_xlabel("sublayer")
         place.set_ylabel(title)
-        place.xaxis.get_major_locator().set_params(integer=True)
+        place.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         grid(place)
     legend_below(figure, axes.flat)
     save(figure, path, sweep.stamp(), sweep.experiment.title)
