@@ -11,7 +11,7 @@ from depthlm.model.shape import Backbone, Size
 from depthlm.ops.cross_entropy.chunked import linear_cross_entropy
 from depthlm.ops.dropout import HIDDEN, Dropout, dropout
 from depthlm.ops.dtypes import compute_dtype, upcast
-from depthlm.ops.functions import gated_projection, linear, linear_together, rms_norm
+from depthlm.ops.functions import gated_product, gated_projection, linear, linear_together, rms_norm
 
 Rope = tuple[Tensor, Tensor]
 
@@ -43,11 +43,16 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
-class GatedLinear(nn.Linear):
-    """(silu(gate) * up) W^T + b. A module of its own, since a module has its sharded weights only while it runs."""
+class GatedLinear(Linear):
+    """A linear layer that need not save its input for the backward pass where that is silu(gate) * up.
 
-    def forward(self, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
-        return gated_projection(gate, up, self.weight, self.bias)
+    A module of its own, since a module has its sharded weights only while it runs.
+    """
+
+    def forward(self, x: Tensor, gate: Tensor | None = None, up: Tensor | None = None) -> Tensor:
+        if gate is None or up is None:
+            return super().forward(x)
+        return gated_projection(x, gate, up, self.weight, self.bias)
 
 
 class MLP(nn.Module):
@@ -70,7 +75,10 @@ class MLP(nn.Module):
         if self.gate_proj is None:
             return self.down_proj(dropout(F.relu(self.up_proj(x_btd)), how, HIDDEN))
         gate, up = linear_together(x_btd, self.gate_proj, self.up_proj)
-        return self.down_proj(gate, dropout(up, how, HIDDEN))
+        up = dropout(up, how, HIDDEN)
+        hidden = gated_product(gate, up)
+        # a wrapper, such as PEFT's of an adapter, has the interface of nn.Linear
+        return self.down_proj(hidden, gate, up) if isinstance(self.down_proj, GatedLinear) else self.down_proj(hidden)
 
 
 class Embedding(nn.Module):

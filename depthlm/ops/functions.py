@@ -56,11 +56,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def linear_together(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
     """Return the result of each layer for the same x. All have a bias, or none has.
 
-    torch.compile gets one product on a GPU, where it casts the weights to 16 bits, and thus copies them, in any case.
+    torch.compile gets one product on a GPU, where it casts the weights to 16 bits, and thus copies them, in any case. A
+    wrapper of a layer, such as PEFT's of an adapter, is called.
     """
-    if x.is_cpu or not torch.compiler.is_compiling():
+    if x.is_cpu or not torch.compiler.is_compiling() or not are_linear(*layers):
         return tuple(layer(x) for layer in layers)
     return linear_joined(x, *layers)
+
+
+def are_linear(*layers: nn.Module) -> bool:
+    """Return whether the weights of the layers say what they compute: a wrapper with an adapter computes more."""
+    return all(isinstance(layer, nn.Linear) for layer in layers)
 
 
 def linear_joined(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
@@ -71,40 +77,61 @@ def linear_joined(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
     return F.linear(x, torch.cat(weights), bias).split([layer.out_features for layer in layers], dim=-1)
 
 
-def gated_projection(gate: Tensor, up: Tensor, weight_df: Tensor, bias_d: Tensor | None = None) -> Tensor:
-    """Return (silu(gate) * up) W^T + b, in the autocast dtype.
+def gated_product(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up, in the autocast dtype. On a GPU only gate and up are saved for the backward pass."""
+    if gate.is_cpu or not torch.is_grad_enabled():
+        return F.silu(gate) * up
+    return GatedProduct.apply(gate, up)
 
-    On a GPU only gate and up are saved for the backward pass. On a CPU, where memory is not scarce, their product is
-    saved too, since to recompute it costs 5% to 11% of an MLP's time.
+
+def gated_projection(
+    hidden: Tensor, gate: Tensor, up: Tensor, weight_df: Tensor, bias_d: Tensor | None = None
+) -> Tensor:
+    """Return hidden W^T + b, in the autocast dtype, where hidden is `gated_product(gate, up)`.
+
+    On a GPU hidden is not saved for the backward pass. On a CPU, where memory is not scarce, it is, since to recompute
+    it costs 5% to 11% of an MLP's time.
     """
     if gate.is_cpu or not torch.is_grad_enabled():
-        return linear(F.silu(gate) * up, weight_df, bias_d)
-    return GatedProjection.apply(gate, up, weight_df, bias_d)
+        return linear(hidden, weight_df, bias_d)
+    return GatedProjection.apply(hidden, gate, up, weight_df, bias_d)
+
+
+class GatedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return (F.silu(gate) * up).to(compute_dtype(gate))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad = grad.to(gate.dtype)
+        return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
 
 
 class GatedProjection(torch.autograd.Function):
-    """The backward pass recomputes silu(gate) * up, which halves the memory of an MLP's activations."""
+    """The backward pass recomputes hidden, which halves the memory of an MLP's activations."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight_df: Tensor, bias_d: Tensor | None) -> Tensor:
-        dtype = compute_dtype(gate)
+    def forward(ctx: Any, hidden: Tensor, gate: Tensor, up: Tensor, weight_df: Tensor, bias_d: Tensor | None) -> Tensor:
+        dtype = compute_dtype(hidden)
         weight = weight_df.to(dtype)
         ctx.save_for_backward(gate, up, weight)
-        ctx.dtypes = weight_df.dtype, None if bias_d is None else bias_d.dtype
-        return F.linear((F.silu(gate) * up).to(dtype), weight, None if bias_d is None else bias_d.to(dtype))
+        ctx.dtypes = hidden.dtype, weight_df.dtype, None if bias_d is None else bias_d.dtype
+        return F.linear(hidden.to(dtype), weight, None if bias_d is None else bias_d.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, weight = ctx.saved_tensors
-        weight_dtype, bias_dtype = ctx.dtypes
-        activated = F.silu(gate)
+        dtype, weight_dtype, bias_dtype = ctx.dtypes
         with no_autocast(gate):
-            grad_hidden = (grad @ weight).to(gate.dtype)
-            hidden_rf = (activated * up).to(weight.dtype).flatten(0, -2)
+            grad_hidden = (grad @ weight).to(dtype)
+            hidden_rf = (F.silu(gate) * up).to(weight.dtype).flatten(0, -2)
             grad_weight = (grad.flatten(0, -2).mT @ hidden_rf).to(weight_dtype)
         grad_bias = None if bias_dtype is None else grad.flatten(0, -2).sum(0, dtype=bias_dtype)
-        grad_gate = torch.ops.aten.silu_backward(grad_hidden * up, gate)
-        return grad_gate, grad_hidden * activated, grad_weight, grad_bias
+        # those of gate and up are in grad_hidden
+        return grad_hidden, None, None, grad_weight, grad_bias
 
 
 class RMSNorm(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """A decoder behind transformers' interface, in this process: masks, caches, losses, and refused arguments."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,33 @@ def test_loss_gradients_and_bf16_generation(wrap: Callable[..., Wrapped]) -> Non
     assert all(parameter.grad is not None for parameter in decoder.parameters())
     assert causal.get_input_embeddings().weight is decoder.embedding.weight
     assert causal.to(torch.bfloat16).generate(tokens(2, 5), max_new_tokens=3, pad_token_id=257).shape == (2, 8)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model=mhc"],
+        # keys and values of a latent attention with inputs of their own
+        ["model=dca", "backbone=kimi_linear", "backbone.mixers=[delta,latent]", "size.num_layers=2"],
+        pytest.param(["model=moda", "backbone=lm1b"], marks=pytest.mark.slow),
+        pytest.param(["model=mudd", "backbone=olmo2"], marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_change_what_their_layers_compute(wrap: Callable[..., Wrapped], overrides: list[str]) -> None:
+    peft = pytest.importorskip("peft")
+    causal, decoder = wrap(*overrides)
+    by_hand = copy.deepcopy(decoder)
+    names = [name for name, module in causal.named_modules() if isinstance(module, torch.nn.Linear)]
+    settings = peft.LoraConfig(r=2, lora_alpha=6, target_modules=names, init_lora_weights=False)
+    adapted = peft.get_peft_model(causal, settings).eval()
+    with torch.no_grad():
+        for name in names:
+            layer = adapted.base_model.model.get_submodule(name)
+            down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+            by_hand.get_submodule(name.removeprefix("decoder.")).weight += 6 / 2 * up @ down
+        expected = by_hand(tokens(2, 9))
+        torch.testing.assert_close(adapted(input_ids=tokens(2, 9)).logits, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(adapted.merge_and_unload()(tokens(2, 9)).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_unsupported_arguments_are_refused(wrap: Callable[..., Wrapped]) -> None:

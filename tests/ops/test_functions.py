@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from depthlm.ops.functions import GatedProjection, linear_joined, linear_together, rms_norm
+from depthlm.ops.functions import GatedProduct, GatedProjection, linear_joined, linear_together, rms_norm
 
 
 def random(*shape, seed=0):
@@ -27,21 +27,34 @@ def test_rms_norm_computes_in_fp32():
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), expected.bfloat16(), rtol=2**-7, atol=0)
 
 
+def recomputed(gate, up, weight, bias):
+    """The operators of a GPU."""
+    return GatedProjection.apply(GatedProduct.apply(gate, up), gate, up, weight, bias)
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_the_gated_projection_equals_its_definition(with_bias):
     gate, up, weight = random(2, 3, 8), random(2, 3, 8, seed=1), random(4, 8, seed=2)
     inputs = [x.requires_grad_() for x in (gate, up, weight)] + [
         random(4, seed=3).requires_grad_() if with_bias else None
     ]
-    torch.testing.assert_close(GatedProjection.apply(*inputs), F.linear(F.silu(gate) * up, weight, inputs[3]))
-    assert torch.autograd.gradcheck(GatedProjection.apply, inputs)
+    torch.testing.assert_close(recomputed(*inputs), F.linear(F.silu(gate) * up, weight, inputs[3]))
+    assert torch.autograd.gradcheck(recomputed, inputs)
+
+
+def test_the_gated_projection_saves_only_the_gate_and_the_value():
+    inputs, saved = [random(2, 3, 8, seed=seed).requires_grad_() for seed in range(2)], []
+    weight = random(4, 8, seed=2).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        recomputed(*inputs, weight, None)
+    assert {x.data_ptr() for x in saved} == {x.data_ptr() for x in (*inputs, weight)}
 
 
 def test_the_gated_projection_rounds_like_autocast():
     gate, up = (random(3, 8, seed=seed).bfloat16().requires_grad_() for seed in range(2))
     weight, bias = (x.float().requires_grad_() for x in (random(4, 8), random(4)))
     results = []
-    for function in (GatedProjection.apply, lambda g, u, w, b: F.linear(F.silu(g) * u, w, b)):
+    for function in (recomputed, lambda g, u, w, b: F.linear(F.silu(g) * u, w, b)):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = function(gate, up, weight, bias)
         results.append((y, *torch.autograd.grad(y.float().square().sum(), (gate, up, weight, bias))))

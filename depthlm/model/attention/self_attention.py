@@ -20,7 +20,7 @@ from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.dropout import ATTENTION_WEIGHTS, dropout
 from depthlm.ops.dtypes import upcast
 from depthlm.ops.flash import attend_by_document
-from depthlm.ops.functions import linear, linear_together
+from depthlm.ops.functions import are_linear, linear, linear_together
 
 DepthKV = Sequence[tuple[Tensor, ...]]
 # of the norm of the latent, in DeepSeek-V2 and in Kimi Linear, whose other norms have 1e-5
@@ -258,6 +258,10 @@ def project_latent(attention: Any, q_in: Tensor, k_in: Tensor, v_in: Tensor) -> 
     latent_btr, shared_bts = latent_and_shared[..., :r], latent_and_shared[..., r:]
     if k_in is v_in:
         key, v = kv_b_proj(kv_a_norm(latent_btr)).unflatten(-1, (h, -1)).chunk(2, dim=-1)
+    elif not are_linear(kv_a_proj, kv_b_proj):
+        latents = latent_btr, kv_a_proj(v_in)[..., :r]
+        of_key, of_value = (kv_b_proj(kv_a_norm(x)).unflatten(-1, (h, -1)).chunk(2, dim=-1) for x in latents)
+        key, v = of_key[0], of_value[1]
     else:
         weights = kv_b_proj.weight.unflatten(0, (h, -1)).chunk(2, dim=1)
         latents = kv_a_norm(latent_btr), kv_a_norm(linear(v_in, kv_a_proj.weight[:r]))
