@@ -62,12 +62,14 @@ class Sampling(NamedTuple):
     top_k, top_p: sample only from the k most likely tokens, or from the fewest whose probabilities reach p
         (arXiv 1904.09751).
     generator: on the device of the tokens.
+    vocab_size: choose only ids below it, since a tokenizer has no text for those with which a vocabulary is padded.
     """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
     generator: torch.Generator | None = None
+    vocab_size: int | None = None
 
 
 def generate(model: Decoder, tokens_bt: Tensor, max_new_tokens: int, **settings: Any) -> Tensor:
@@ -103,7 +105,7 @@ def stream(
     if start == 0 or (padding_b is not None and bool((padding_b >= start).any())):
         raise ValueError("the prompt is empty: give at least one token")
     settings = Sampling(**sampling)
-    temperature, top_k, top_p, _ = settings
+    temperature, top_k, top_p, *_ = settings
     if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
         raise ValueError(f"temperature {temperature} >= 0, top_k {top_k} >= 1 and 0 < top_p {top_p} <= 1 must hold")
     if prefill_chunk is not None and (prefill_chunk < 1 or not use_cache):
@@ -185,7 +187,8 @@ def write_text(arguments: Generate) -> None:
 
 
 def _choose(logits_bv: Tensor, settings: Sampling) -> Tensor:
-    temperature, top_k, top_p, generator = settings
+    temperature, top_k, top_p, generator, vocab_size = settings
+    logits_bv = logits_bv[:, :vocab_size]
     if temperature == 0:
         return logits_bv.argmax(dim=-1, keepdim=True)
     sorted_bv, index_bv = (logits_bv / temperature).sort(dim=-1, descending=True)
@@ -221,6 +224,7 @@ def _continue(
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         generator=generator,
+        vocab_size=tokenizer.vocab_size,
         eos=tokenizer.end_of_text,
         padding_b=padding_b,
         prefill_chunk=arguments.prefill_chunk,

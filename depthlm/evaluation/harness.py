@@ -140,11 +140,13 @@ def task_manager(names: Sequence[str]) -> Any:
 def language_model(model: Decoder, config: Config, run: Path, batch_size: int, precision: str) -> Any:
     """Return a decoder as the harness's language model. precision: fp32, or the dtype of its autocast."""
     from depthlm.evaluation.language_models import HarnessLM
-    from depthlm.hugging_face.folder import as_causal_lm, as_tokenizer
+    from depthlm.hugging_face.folder import as_causal_lm, as_tokenizer, unused_ids
 
+    tokenizer, causal = as_tokenizer(run), as_causal_lm(model, config)
+    causal.generation_config.suppress_tokens = unused_ids(model, tokenizer)
     return HarnessLM(
-        pretrained=as_causal_lm(model, config),
-        tokenizer=as_tokenizer(run),
+        pretrained=causal,
+        tokenizer=tokenizer,
         batch_size=batch_size,
         mixed_precision_dtype=AUTOCAST.get(precision),
         # truncates a prompt that is longer than the context on the left

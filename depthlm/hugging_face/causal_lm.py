@@ -3,6 +3,7 @@
 Shapes: b batch, t new tokens, s tokens in the cache and new, v vocabulary, k key/value heads, e head size.
 """
 
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,8 @@ from depthlm.model.parameters import initialize
 from depthlm.model.shape import Backbone, Size
 
 UNSUPPORTED = ("position_ids", "inputs_embeds", "output_attentions", "output_hidden_states")
+# those that the configuration may have, as from_pretrained(..., output_hidden_states=True) sets it
+UNSUPPORTED_SETTINGS = ("output_attentions", "output_hidden_states")
 
 
 class DepthLMConfig(PretrainedConfig):
@@ -158,6 +161,8 @@ class CausalLM(PreTrainedModel, GenerationMixin):
     main_input_name = "input_ids"
     _no_split_modules = ["Decoder"]  # noqa: RUF012
     _supports_sdpa = True
+    supports_gradient_checkpointing = True
+    gradient_checkpointing = False
     connection_class: type[Connection] = Residual
     attention_class: type[SelfAttention] = SelfAttention
 
@@ -194,8 +199,14 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         """
         for name in UNSUPPORTED:
             value = kwargs.pop(name, None)
+            if value is None and name in UNSUPPORTED_SETTINGS:
+                value = getattr(self.config, name, None)
             if value is not None and value is not False:
                 raise ValueError(f"{name}: a depthlm model does not take it; positions follow from attention_mask")
+        if self.gradient_checkpointing and torch.is_grad_enabled():
+            if past_key_values is not None:
+                raise ValueError("past_key_values: gradient checkpointing would add the keys of each token twice")
+            use_cache = False
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
             past_key_values = DynamicCache(config=self.config)
         cache = None if past_key_values is None else DecoderCache(past_key_values)
@@ -237,8 +248,40 @@ class CausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> None:
         """Return None: a tied head owns no matrix, so transformers has nothing to tie."""
 
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Change the size of the vocabulary, of embedding and head, and return the embedding.
+
+        new_num_tokens: None: as many as there are. pad_to_multiple_of: round this number up to a multiple.
+        mean_resizing: whether new rows are the mean of all rows; if not, they are normal like initial ones.
+        """
+        old = self.config.vocab_size
+        wanted, multiple = old if new_num_tokens is None else new_num_tokens, pad_to_multiple_of or 1
+        size = replace(self.decoder.size, vocab_size=-(-wanted // multiple) * multiple)
+        head = self.decoder.head
+        for module, name in ((self.decoder.embedding, "weight"), (head, "weight"), (head, "bias")):
+            if (parameter := getattr(module, name)) is not None:
+                rows = resize_rows(parameter.data, size.vocab_size, None if mean_resizing else size.init_std)
+                setattr(module, name, nn.Parameter(rows, parameter.requires_grad))
+        self.decoder.size, self.config.size = size, asdict(size)
+        self.config.vocab_size = size.vocab_size
+        return self.decoder.embedding
+
+    def _set_gradient_checkpointing(self, enable: bool = True, every_n_layers: int = 1, **_: Any) -> None:
+        """Recompute the activations of layers in the backward pass, as `Decoder.checkpoint_activations` does."""
+        self.gradient_checkpointing = enable
+        self.decoder.checkpoint_activations(every_n_layers if enable else False)
+
     def _init_weights(self, module: nn.Module) -> None:
         """Do nothing, since the constructor has initialized the weights."""
+
+
+def resize_rows(rows: Tensor, count: int, std: float | None) -> Tensor:
+    """Return the first `count` rows, or all and new ones: normal(0, std), or their mean if std is None."""
+    new = rows.new_empty(max(0, count - len(rows)), *rows.shape[1:])
+    new = rows.mean(0).expand_as(new) if std is None else new.normal_(0, std)
+    return torch.cat((rows[:count], new))
 
 
 def padding(mask_bs: Tensor | None, length: int) -> Tensor | None:

@@ -130,7 +130,14 @@ def write_config(
     # no padding token: transformers gives its embedding no gradient, and it may be the end of text
     settings |= {"eos_token_id": end, "pad_token_id": None, "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    GenerationConfig(eos_token_id=end, pad_token_id=tokenizer.pad_token_id).save_pretrained(folder)
+    GenerationConfig(
+        eos_token_id=end, pad_token_id=tokenizer.pad_token_id, suppress_tokens=unused_ids(model, tokenizer)
+    ).save_pretrained(folder)
+
+
+def unused_ids(model: Decoder, tokenizer: PreTrainedTokenizerFast) -> list[int] | None:
+    """Return the ids with which the vocabulary of a model is padded, which generation must not choose."""
+    return [*range(max(tokenizer.get_vocab().values()) + 1, model.size.vocab_size)] or None
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

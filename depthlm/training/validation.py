@@ -63,9 +63,10 @@ def log_sample(config: Config, engine: Engine, corpus: Corpus) -> None:
         return
     tokens = torch.tensor([[corpus.tokenizer.end_of_text, *corpus.tokenizer.encode_batch([prompt])[0]]])
     generator = torch.Generator(engine.device).manual_seed(config.seed)
+    settings = {"temperature": 0.7, "top_k": 50, "generator": generator, "vocab_size": corpus.tokenizer.vocab_size}
     # compiling for every length of a sample would take longer than the sample
     with engine.evaluated(), autocast(config, engine.device), torch.compiler.set_stance("force_eager"):
-        sampled = generate(engine.model, tokens.to(engine.device), 64, temperature=0.7, top_k=50, generator=generator)
+        sampled = generate(engine.model, tokens.to(engine.device), 64, **settings)
     text = corpus.tokenizer.decode(sampled[0, 1:].tolist())
     # a sample may contain what looks like a log line
     log.info("a sample:\n%s", text, extra={"highlighter": None})

@@ -59,6 +59,15 @@ def test_top_k_and_top_p_sample_only_from_the_tokens_they_keep(model):
     assert set(drawn.tolist()) <= set(order[:kept].tolist())
 
 
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_ids_that_the_tokenizer_lacks_are_not_chosen(model, temperature):
+    generator = torch.Generator().manual_seed(0)
+    prompt = PROMPT[:1].expand(100, -1)
+    best = int(model(PROMPT[:1])[0, -1, :5].argmax())
+    drawn = generate(model, prompt, 1, temperature=temperature, generator=generator, vocab_size=5)[:, -1]
+    assert set(drawn.tolist()) == ({0, 1, 2, 3, 4} if temperature else {best})
+
+
 def test_a_row_ends_at_eos(model):
     greedy = generate(model, PROMPT, 12)
     eos = int(greedy[0, 7])
@@ -87,7 +96,9 @@ def greedy(directory: Path, prompt: str, tokens: int) -> str:
     model, _ = depthlm.load(directory)
     tokenizer = Tokenizer.load(directory)
     ids = tokenizer.encode_batch([prompt])[0]
-    return tokenizer.decode(generate(model, torch.tensor([ids]), tokens, use_cache=False)[0, len(ids) :].tolist())
+    # the bytes, and two special tokens
+    continued = generate(model, torch.tensor([ids]), tokens, use_cache=False, vocab_size=258)
+    return tokenizer.decode(continued[0, len(ids) :].tolist())
 
 
 def test_a_prompt_is_printed_and_continued(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,6 +150,48 @@ def test_unsupported_arguments_are_refused(wrap: Callable[..., Wrapped]) -> None
         with pytest.raises(ValueError, match=f"{name}: a depthlm model does not take it"):
             causal(tokens(1, 4), **{name: torch.arange(4)[None]})
     assert causal(tokens(1, 4), output_attentions=False, position_ids=None).logits.shape == (1, 4, 320)
+    # as from_pretrained(..., output_hidden_states=True) sets it
+    causal.config.output_hidden_states = True
+    with pytest.raises(ValueError, match="output_hidden_states: a depthlm model does not take it"):
+        causal(tokens(1, 4))
+
+
+@pytest.mark.parametrize("overrides", [["model=mhc"], ["backbone=lm1b"], ["backbone.tie_embeddings=true"]])
+def test_the_vocabulary_can_be_resized(wrap: Callable[..., Wrapped], overrides: list[str]) -> None:
+    causal, decoder = wrap(*overrides)
+    with torch.no_grad():
+        before = causal(tokens(1, 4)).logits
+        assert causal.resize_token_embeddings(330, pad_to_multiple_of=8) is decoder.embedding
+        logits = causal(tokens(1, 4), labels=torch.full((1, 4), 335)).logits
+        assert torch.equal(logits[..., :320], before)
+        # of a row that is the mean of all
+        torch.testing.assert_close(logits[..., 335], before.mean(-1))
+        causal.resize_token_embeddings(300)
+        assert torch.equal(causal(tokens(1, 4)).logits, before[..., :300])
+    assert causal.config.vocab_size == causal.config.size["vocab_size"] == 300
+
+
+def test_gradient_checkpointing_changes_no_gradient(wrap: Callable[..., Wrapped]) -> None:
+    causal, decoder = wrap("model=moda")
+    cache = causal(tokens(2, 3)).past_key_values
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(causal(tokens(2, 9), labels=tokens(2, 9)).loss, [*decoder.parameters()])
+
+    before, calls = gradients(), 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    decoder.layers[0].mlp.register_forward_hook(count)
+    causal.gradient_checkpointing_enable()
+    assert all(torch.equal(one, other) for one, other in zip(before, gradients(), strict=True))
+    assert (calls, causal.is_gradient_checkpointing) == (2, True)
+    with pytest.raises(ValueError, match="past_key_values: gradient checkpointing"):
+        causal(tokens(2, 3), past_key_values=cache)
+    causal.gradient_checkpointing_disable()
+    assert not decoder.activation_checkpointing
 
 
 def test_the_tokenizer_adds_no_tokens(tmp_path: Path) -> None:
