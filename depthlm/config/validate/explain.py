@@ -44,8 +44,14 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
             errors += _refuse_deletion(text, name, available)
         elif override.value() == {}:
             errors.append(f"{text}: sets nothing; give the keys inside it, or leave it out")
+        elif override.is_interval_sweep():
+            errors.append(f"{text}: an interval lists no values; write {name}=a,b, or add hydra/sweeper=optuna")
         elif override.is_sweep_override():
             errors.append(f"{text}: several values; add -m to train each, or write [a,b] for a list")
+        elif override.is_add() and name in keys():
+            errors.append(f"{text}: the key has a value already; leave out the +")
+        elif is_boolean_number(text):
+            errors.append(f"{text}: must be {keys()[name].wanted}")
         elif name in available:
             options = available[name]
             if override.value() in options or (override.value() is None and name == "experiment"):
@@ -83,6 +89,8 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
 def not_an_override(text: str) -> str:
     """Return the mistake of a text that Hydra cannot parse, with the quoted form if that is what it lacks."""
     key, equals, value = text.partition("=")
+    if equals and not set(value) & {*"'\"[{("} and "" in (values := value.split(",")) and any(values):
+        return f"{text}: no value beside a comma; write {key}={','.join(filter(None, values))}"
     quoted = f"{key}={value_text(key, value)}"
     try:
         OverridesParser.create().parse_override(quoted)
@@ -119,7 +127,12 @@ def _broken_file(error: yaml.YAMLError) -> str:
 
 
 def is_odd(text: str) -> bool:
-    """Return whether an override that composes is still a mistake: it deletes a key, or sets an empty group."""
+    """Return whether an override that composes is still a mistake.
+
+    It deletes a key, sets an empty group, or gives true or false for a number, which OmegaConf takes for 1 and 0.
+    """
+    if is_boolean_number(text):
+        return True
     if not text.startswith("~") and "{" not in text:
         # parsing every override of every point of a sweep would be slow
         return False
@@ -128,6 +141,13 @@ def is_odd(text: str) -> bool:
     except HydraException:
         return True
     return override.is_delete() or (not override.is_sweep_override() and override.value() == {})
+
+
+def is_boolean_number(text: str) -> bool:
+    """Return whether an override gives true or false for a key that has a number."""
+    name, _, value = text.partition("=")
+    key = keys().get(name.lstrip("+")) if value.strip().lower() in ("true", "false") else None
+    return key is not None and key.plain_type in (int, float)
 
 
 def _refuse_deletion(text: str, name: str, groups: Iterable[str]) -> list[str]:
