@@ -1,13 +1,19 @@
-"""File writes that survive a power cut, and other helpers for files."""
+"""The reading of files that others may have written, writes that survive a power cut, and other helpers for files."""
 
 import errno
+import fcntl
+import glob
 import hashlib
 import json
 import os
+import shutil
 import stat
+import tempfile
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import yaml
 
@@ -52,6 +58,23 @@ def replace_text(file: Path, text: str) -> None:
     sync(file.parent)
 
 
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yield a path beside a file, with its suffix, for a library to write to; it then replaces the file by one rename.
+
+    A file that could not be written completely is removed, and the old one stays.
+    """
+    temporary = file.with_name(f".{file.stem}.tmp{file.suffix}")
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(file.parent)
+
+
 def make_folder(folder: Path) -> None:
     """Create a folder with its parents. After the return, they survive a power cut."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -62,20 +85,41 @@ def make_folder(folder: Path) -> None:
 
 def open_regular(file: Path) -> BinaryIO:
     """Open a file for reading. Raises OSError for anything but a regular file: a pipe or a device may never end."""
-    stream = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb")
-    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-        stream.close()
+    return os.fdopen(_descriptor(file, os.O_RDONLY), "rb")
+
+
+def open_appending(file: Path) -> TextIO:
+    """Open or create a file for appending, or as a lock. Raises OSError for anything but a regular file."""
+    return os.fdopen(_descriptor(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8")
+
+
+def _descriptor(file: Path, flags: int) -> int:
+    # without O_NONBLOCK, a pipe would wait for a process at its other end
+    descriptor = os.open(file, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(file))
-    return stream
+    return descriptor
 
 
-def read_text(file: Path) -> str:
-    """Return the text of a file of a run. Raises OSError, also above MAX_BYTES, and ValueError if not UTF-8."""
+def check_regular(file: Path) -> None:
+    """Raise OSError if something else than a regular file is in the place of a file that a library writes to."""
+    if file.exists():
+        os.close(_descriptor(file, os.O_RDONLY))
+
+
+def read_bytes(file: Path) -> bytes:
+    """Return the content of a file that describes something. Raises OSError, also above MAX_BYTES."""
     with open_regular(file) as stream:
         content = stream.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise OSError(errno.EFBIG, f"larger than {MAX_BYTES >> 20} MiB", str(file))
-    return content.decode()
+    return content
+
+
+def read_text(file: Path) -> str:
+    """Return the text of a file. Raises OSError, also above MAX_BYTES, and ValueError if not UTF-8."""
+    return read_bytes(file).decode()
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -107,6 +151,22 @@ def read_yaml(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def write_record(file: Path, record: dict[str, Any]) -> None:
+    """Replace a file's content with a record and its SHA-256."""
+    replace_text(file, json.dumps({"record": record, "sha256": _record_digest(record)}))
+
+
+def read_record(file: Path) -> dict[str, Any] | None:
+    """Return the record that was written, or None if the file is missing or damaged."""
+    content = read_json(file)
+    record = content.get("record")
+    return record if isinstance(record, dict) and content.get("sha256") == _record_digest(record) else None
+
+
+def _record_digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
 def is_inside(file: Path, folder: Path) -> bool:
     """Return whether a file is inside a folder, also after following links.
 
@@ -118,9 +178,62 @@ def is_inside(file: Path, folder: Path) -> bool:
 
 
 def digest(file: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    """Return the SHA-256 of a file, in hexadecimal. Raises OSError."""
+    with open_regular(file) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
+@contextmanager
+def replace_folder(folder: Path) -> Iterator[Path]:
+    """Yield a staging folder, which replaces `folder` when the context exits without an error. Raises OSError.
+
+    A power cut leaves the old folder or the new one. Of several processes that replace one folder, each has its own
+    staging folder, and the last one wins.
+    """
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        # an export that was killed leaves a staging folder without a lock
+        with lock_folder(folder.parent):
+            for abandoned in folder.parent.glob(f".{glob.escape(folder.name)}.*.partial"):
+                with suppress(OSError), lock_folder(abandoned, fcntl.LOCK_NB):
+                    shutil.rmtree(abandoned, ignore_errors=True)
+            staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+            stack.callback(shutil.rmtree, staging, ignore_errors=True)
+            stack.enter_context(lock_folder(staging))
+        new, old = staging / "new", staging / "old"
+        new.mkdir()
+        yield new
+        for path in (*new.rglob("*"), new):
+            sync(path)
+        # otherwise, another process could move its folder there between the two renames
+        with lock_folder(folder.parent):
+            if folder.exists():
+                os.replace(folder, old)
+            try:
+                os.replace(new, folder)
+            except OSError:
+                if old.exists():
+                    os.replace(old, folder)
+                raise
+
+
+@contextmanager
+def lock_folder(folder: Path, flags: int = 0) -> Iterator[None]:
+    """Lock a folder against other processes; with LOCK_NB, raise BlockingIOError if another one has locked it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
+        except BlockingIOError:
+            raise
+        except OSError:
+            # on a file system without locks, an abandoned folder looks like one in use
+            if flags:
+                raise
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class LargeFile:

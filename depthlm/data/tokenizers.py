@@ -22,7 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from depthlm.data.corpora.documents import hash_share, pieces
 from depthlm.errors import DataError
-from depthlm.files import replace_text
+from depthlm.files import read_bytes, replace_text
 
 FILE_NAME, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -82,7 +82,7 @@ class Tokenizer:
         """Load the tokenizer of this file, or of the tokenizer.json in this folder."""
         file = Path(path, FILE_NAME) if Path(path).is_dir() else Path(path)
         try:
-            return cls(file.read_bytes().decode("utf-8"), file, end_of_text, read_files(file.parent))
+            return cls(read_bytes(file).decode("utf-8"), file, end_of_text, read_files(file.parent))
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"cannot read a tokenizer ({error})", file, REMEDY) from error
 
@@ -176,7 +176,7 @@ class Tokenizer:
         An end of text that tokenizer.json alone does not give is written to tokenizer_config.json for `load`.
         """
         file = Path(folder, FILE_NAME)
-        file.write_text(self.text, encoding="utf-8", newline="")
+        replace_text(file, self.text)
         if self.has_unusual_end:
             replace_text(Path(folder, TOKENIZER_CONFIG), json.dumps({"eos_token": self.end.token}) + "\n")
         return file
@@ -232,7 +232,7 @@ def is_character(token: str) -> bool:
 
 def read_files(folder: Path) -> dict[str, Any]:
     """Return the content of each of FILES that a folder has; null for a file that is not JSON."""
-    return {name: parsed((folder / name).read_bytes()) for name in FILES if (folder / name).is_file()}
+    return {name: parsed(read_bytes(folder / name)) for name in FILES if (folder / name).is_file()}
 
 
 def parsed(content: str | bytes) -> Any:

@@ -9,14 +9,9 @@ depthlm.json                              the exported run, and the files of the
 """
 
 import dataclasses
-import fcntl
-import glob
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +25,7 @@ from depthlm.config import Config
 from depthlm.data import Tokenizer
 from depthlm.data.tokenizers import PADDING
 from depthlm.errors import UserError
-from depthlm.files import digest, read_json, set_default_mode
+from depthlm.files import digest, read_json, read_text, replace_folder, set_default_mode
 from depthlm.hugging_face.card import CARD, write_card
 from depthlm.hugging_face.causal_lm import CausalLM, DepthLMConfig
 from depthlm.hugging_face.source import auto_map, write_code
@@ -144,7 +139,7 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write tokenizer.json, and tokenizer_config.json with a class name that every version of transformers knows."""
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
-    settings = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings = json.loads(read_text(file)) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
@@ -169,70 +164,21 @@ def check_folder(folder: Path) -> None:
     if not existing_files:
         return
     about = read_json(folder / ABOUT)
-    if not isinstance(about.get("files"), list):
+    files = about.get("files")
+    if not isinstance(files, list) or not all(isinstance(name, str) for name in files):
         raise UserError(
             f"to={folder}: the folder has files ({sorted(existing_files)[0]}), but no export; give a new folder"
         )
-    if foreign := sorted(existing_files - {*about["files"], ABOUT}):
+    if foreign := sorted(existing_files - {*files, ABOUT}):
         raise UserError(
             f"to={folder}: {foreign[0]} is not part of the export in this folder, and would be lost; move "
             "it, or give a new folder"
         )
-    if CARD in existing_files and digest(folder / CARD) != about.get("card"):
+    if CARD in existing_files and (not (folder / CARD).is_file() or digest(folder / CARD) != about.get("card")):
         raise UserError(
             f"to={folder}: {CARD} was edited since the export, and would be lost; move it, give a new "
             "folder, or push this one as it is: hf upload <owner>/<name> <folder>"
         )
-
-
-@contextmanager
-def replace_folder(folder: Path) -> Iterator[Path]:
-    """Yield a staging folder, which replaces `folder` when the context exits without an error. Raises OSError.
-
-    Of several processes that replace one folder, each has its own staging folder, and the last one wins.
-    """
-    folder = folder.absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        # an export that was killed leaves a staging folder without a lock
-        with lock_folder(folder.parent):
-            for abandoned in folder.parent.glob(f".{glob.escape(folder.name)}.*.partial"):
-                with suppress(OSError), lock_folder(abandoned, fcntl.LOCK_NB):
-                    shutil.rmtree(abandoned, ignore_errors=True)
-            staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
-            stack.callback(shutil.rmtree, staging, ignore_errors=True)
-            stack.enter_context(lock_folder(staging))
-        new, old = staging / "new", staging / "old"
-        new.mkdir()
-        yield new
-        # otherwise, another process could move its folder there between the two renames
-        with lock_folder(folder.parent):
-            if folder.exists():
-                os.replace(folder, old)
-            try:
-                os.replace(new, folder)
-            except OSError:
-                if old.exists():
-                    os.replace(old, folder)
-                raise
-
-
-@contextmanager
-def lock_folder(folder: Path, flags: int = 0) -> Iterator[None]:
-    """Lock a folder against other processes; with LOCK_NB, raise BlockingIOError if another one has locked it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
-        except BlockingIOError:
-            raise
-        except OSError:
-            # on a file system without locks, an abandoned folder looks like one in use
-            if flags:
-                raise
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def as_causal_lm(model: Decoder, config: Config) -> CausalLM:

@@ -3,7 +3,6 @@
 Shapes: r reads (an input of a reader each), n sources.
 """
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ import numpy as np
 from rich.progress import track
 
 from depthlm.errors import UserError
-from depthlm.files import read_json, replace_text
+from depthlm.files import read_record, write_record
 from depthlm.inspect.interventions import (
     Batch,
     Edge,
@@ -53,20 +52,20 @@ LINEAR = 1e-3
 class Finished:
     """The summed losses of finished interventions, [how, batch, set], in a file from which a later call continues.
 
-    key: what the losses depend on; a file with another key is ignored.
+    key: what the losses depend on; a file with another key, or a damaged one, is ignored.
     """
 
     def __init__(self, file: Path | None, key: dict[str, Any], shape: tuple[int, ...]) -> None:
         self.file, self.key, self.saved_at = file, {**key, "shape": [*shape]}, time.monotonic()
         self.sums = np.full(shape, np.nan)
-        content = read_json(file) if file is not None else {}
-        if content.get("key") == self.key:
+        content = read_record(file) if file is not None else None
+        if content is not None and content.get("key") == self.key:
             self.sums = np.array(content["sums"], dtype=float)
 
     def save(self, every: float = 0.0) -> None:
         """Write the file, unless it was written less than `every` seconds ago."""
         if self.file is not None and time.monotonic() - self.saved_at >= every:
-            replace_text(self.file, json.dumps({"key": self.key, "sums": self.sums.tolist()}))
+            write_record(self.file, {"key": self.key, "sums": self.sums.tolist()})
             self.saved_at = time.monotonic()
 
 

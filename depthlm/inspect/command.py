@@ -21,6 +21,7 @@ from depthlm.counts import Count
 from depthlm.data import DataError, Tokenizer, open_corpus
 from depthlm.errors import UserError
 from depthlm.fields import key
+from depthlm.files import replace_folder, replacing
 from depthlm.inspect.ablation import Mode, ablate
 from depthlm.inspect.collect import collect
 from depthlm.inspect.depth_mixing import depth_mixing, mixing_picture
@@ -182,14 +183,14 @@ def prune_run(directory: Path, arguments: Inspect, run: Run) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder.parent).close()
         pruned: Pruned = prune(run.model, run.batches(), arguments.prune, unfinished, run.key())
-        write_pruned(directory, folder, run.config, run.manifest, pruned.kept)
         pictures = [pruned.picture(run.model)]
-        inspection = RunDirectory(folder).inspection
-        inspection.mkdir()
-        write(inspection, pictures, "pruning.npz")
+        with replace_folder(folder) as new:
+            write_pruned(directory, new, run.config, run.manifest, pruned.kept, folder)
+            RunDirectory(new).inspection.mkdir()
+            write(RunDirectory(new).inspection, pictures, "pruning.npz")
         unfinished.unlink(missing_ok=True)
     lines = [f"{len(run.tokens):,} tokens of {run.source}", *pruned.lines(), f"{folder}: the pruned run"]
-    _show(inspection, pictures, lines, "pruning.npz")
+    _show(RunDirectory(folder).inspection, pictures, lines, "pruning.npz")
     return folder
 
 
@@ -256,7 +257,8 @@ def write(folder: Path, pictures: Sequence[Picture], name: str = ARRAYS) -> None
     for picture in pictures:
         save(picture.draw(), folder / f"{picture.name}.png")
     arrays: dict[str, Any] = {name: array for picture in pictures for name, array in picture.arrays.items()}
-    np.savez_compressed(folder / name, **arrays)
+    with replacing(folder / name) as temporary:
+        np.savez_compressed(temporary, **arrays)
 
 
 def _show(folder: Path, pictures: Sequence[Picture], messages: Sequence[str], name: str = ARRAYS) -> None:

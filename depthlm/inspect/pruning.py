@@ -20,7 +20,7 @@ from rich.progress import Progress
 from depthlm.config import Config
 from depthlm.config.saved import config_text, is_own, signed_config_text
 from depthlm.errors import UserError
-from depthlm.files import digest, read_json, replace_text
+from depthlm.files import digest, read_record, replace_text, write_record
 from depthlm.inspect.ablation import WITH_EDGES, kind_of, label, names
 from depthlm.inspect.interventions import (
     Batch,
@@ -101,8 +101,8 @@ def prune(
         )
     by_read = [list(part) for _, part in itertools.groupby(edges, lambda edge: edge[:2])]
     crowded = [part for part in by_read if len(part) > k]
-    key, content = {**(key or {}), "prune": k}, read_json(file) if file is not None else {}
-    done: list[list[int]] = content["done"] if content.get("key") == key else []
+    key, content = {**(key or {}), "prune": k}, read_record(file) if file is not None else None
+    done: list[list[int]] = content["done"] if content is not None and content.get("key") == key else []
     kept: KeptSources = {}
     with Progress(transient=True) as progress:
         # each round of a read with m sources tries m removals
@@ -118,7 +118,7 @@ def prune(
                 removed = least_useful(model, batches, before, part, k, starts[1], partial(progress.advance, task))
                 done.append([reads.source(edge) for edge in part if edge not in removed])
                 if file is not None:
-                    replace_text(file, json.dumps({"key": key, "done": done}))
+                    write_record(file, {"key": key, "done": done})
             keep(kept, reads, part[0].reader, part[0].panel, done[number])
     after = sum(float(losses(model, batch, Kept(kept))[0]) for batch in batches)
     tokens = sum(int((targets != -100).sum()) for _, targets in batches)
@@ -159,12 +159,16 @@ def pruned_folder(directory: Path, to: str | None, k: int) -> Path:
     return folder
 
 
-def write_pruned(directory: Path, folder: Path, config: Config, manifest: Manifest, kept: KeptSources) -> None:
+def write_pruned(
+    directory: Path, folder: Path, config: Config, manifest: Manifest, kept: KeptSources, output_dir: Path
+) -> None:
     """Write the run directory of a pruned model, whose checkpoint has the weights alone. Raises OSError.
+
+    folder: the staging folder, which becomes `output_dir`.
 
     Only the user's own run gives one that counts as the user's own. It can be loaded, but not resumed.
     """
-    config = replace(config, output_dir=str(folder), model=replace(config.model, kept_sources=kept))
+    config = replace(config, output_dir=str(output_dir), model=replace(config.model, kept_sources=kept))
     source, target = RunDirectory(directory).checkpoint(manifest.step), RunDirectory(folder)
     checkpoint = target.checkpoint(manifest.step)
     checkpoint.mkdir(parents=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from depthlm.data import padded_vocab_size, vocab_size
 from depthlm.errors import UserError
-from depthlm.files import is_inside
+from depthlm.files import is_inside, read_text
 from depthlm.model.settings import shown
 from depthlm.pretrained.native import NATIVE, SHAPE, import_settings, import_weight, stack_experts
 
@@ -46,7 +46,7 @@ def is_pretrained(folder: Path) -> bool:
 def read_pretrained(folder: Path) -> Pretrained:
     """Read the settings and the list of files of a folder. Raises UserError for one that cannot initialize a run."""
     try:
-        config = json.loads((folder / CONFIG).read_text())
+        config = json.loads(read_text(folder / CONFIG))
         model_type = config["model_type"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"init_from={folder}: {CONFIG} is not the configuration of a model ({error!r})") from None
@@ -162,7 +162,7 @@ def _weight_files(folder: Path) -> list[Path]:
     try:
         # as in transformers, an index beside the file is not read: it is from an earlier save
         if index.is_file() and not (folder / WEIGHTS).is_file():
-            names = sorted({*json.loads(index.read_text())["weight_map"].values()})
+            names = sorted({*json.loads(read_text(index))["weight_map"].values()})
         missing = [name for name in names if not (folder / name).is_file()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"init_from={folder}: {INDEX} cannot be read ({error!r})") from None

@@ -21,7 +21,7 @@ from depthlm.config.resolve import LENGTHS
 from depthlm.config.saved import compare, load_config, signed_config_text
 from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError
-from depthlm.files import make_folder, read_json, read_text, read_yaml, replace_text
+from depthlm.files import make_folder, open_appending, read_json, read_text, read_yaml, replace_text
 from depthlm.machine import environment
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import has_checkpoint
@@ -114,7 +114,7 @@ def lock_run_directory(claim: Claim) -> Iterator[None]:
     try:
         make_folder(directory)
         # without truncating it, since another process may hold it
-        lock = lock_file.open("a")
+        lock = open_appending(lock_file)
     except OSError as error:
         raise UserError(f"output_dir={directory}: cannot be created ({error})") from None
     with lock:
@@ -176,7 +176,7 @@ def describe_run(config: Config, ranks: Ranks, steps: int) -> None:
             "steps": steps,
         }
         described = environment.describe(environment.device_type(config.device)) | launched
-        run.environment.write_text(json.dumps(described, indent=1) + "\n")
+        replace_text(run.environment, json.dumps(described, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"output_dir={run.path}: cannot be written to ({error})") from None
 
@@ -212,8 +212,8 @@ def check_shared(directory: Path, rank: int, mark: str) -> None:
 
 def _mark_in(directory: Path) -> str | None:
     try:
-        return RunDirectory(directory).lock.read_text()
-    except OSError:
+        return read_text(RunDirectory(directory).lock)
+    except (OSError, ValueError):
         return None
 
 
@@ -224,6 +224,11 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
     """
     run = RunDirectory.of(config.output_dir)
     directory = run.path
+    if special := special_file(run):
+        raise UserError(
+            f"output_dir={directory}: {special.name} is neither a file nor a folder, and a run could wait for it "
+            "forever; remove it, or give another directory"
+        )
     if foreign := foreign_file(run):
         raise UserError(
             f"output_dir={directory}: this is no run directory, and a run would overwrite {foreign.name} in it; give "
@@ -260,6 +265,12 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
         config.resume == "retrain" and summary is not None and not has_checkpoint(directory, summary["steps"])
     )
     return None if lost_its_last else summary
+
+
+def special_file(run: RunDirectory) -> Path | None:
+    """Return a pipe, socket or device in place of a file that a run reads or writes, or None."""
+    files = (*run.written, run.lock, run.saved)
+    return next((file for file in files if file.exists() and not (file.is_file() or file.is_dir())), None)
 
 
 def foreign_file(run: RunDirectory) -> Path | None:

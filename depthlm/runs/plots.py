@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.counts import count_text
+from depthlm.files import check_regular
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 DASHES = ("-", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))
@@ -23,7 +24,10 @@ def subplots(columns: int, width: float, height: float, rows: int = 1, **setting
 
 
 def save(figure: Any, path: Path, stamp: str = "", title: str = "") -> None:
-    """Write the figure to a file. stamp: small grey text in a strip below it, where it covers nothing."""
+    """Write the figure to a file. stamp: small grey text in a strip below it, where it covers nothing.
+
+    Raises OSError.
+    """
     from matplotlib.transforms import Bbox
 
     if title:
@@ -33,6 +37,7 @@ def save(figure: Any, path: Path, stamp: str = "", title: str = "") -> None:
     if stamp:
         figure.text(0.08 / width, -0.65 * strip / height, stamp, size=7, color="#777777", in_layout=False)
         _pin_legends(figure)
+    check_regular(path)
     figure.savefig(path, dpi=140, bbox_inches=Bbox.from_extents(0, -strip, width, height))
 
 

@@ -320,7 +320,7 @@ def row_of(line: str | bytes) -> dict[str, Any] | None:
 def is_locked(lock: Path) -> bool:
     """Return whether a process trains in the directory, on any node that shares this lock."""
     try:
-        with lock.open() as file:
+        with open_regular(lock) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

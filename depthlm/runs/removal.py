@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from depthlm.files import open_appending
 from depthlm.run_directory import REMOVING, RunDirectory, hidden_path
 from depthlm.runs.listing import RunListing, run_folders
 from depthlm.runs.records import is_locked
@@ -94,7 +95,7 @@ def remove(removal: Removal) -> str | None:
 @contextmanager
 def _lock(file: Path) -> Iterator[bool]:
     """Hold the lock of a run directory, or yield False if another process holds it. Raises OSError."""
-    with file.open("a") as lock:
+    with open_appending(file) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -15,6 +15,7 @@ from depthlm.config.arguments import read_arguments
 from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError
 from depthlm.fields import key
+from depthlm.files import read_bytes, read_text
 from depthlm.runs.records import COMPLETE, RUNNING, WAITING, read_run
 
 # the user's settings, in the folder from which the sweep is submitted
@@ -194,8 +195,8 @@ def _settings(file: Path) -> list[str]:
         return []
     try:
         # as text: YAML would read 12:00:00 as a number
-        settings: Any = yaml.load(file.read_text(), yaml.BaseLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        settings: Any = yaml.load(read_text(file), yaml.BaseLoader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{file}: not a YAML file ({' '.join(str(error).split())})") from None
     if settings is None or settings == "":
         return []
@@ -217,12 +218,17 @@ def _arrays(folders: Iterable[Path]) -> dict[str, _Array]:
     arrays = {}
     for folder in sorted(set(folders)):
         for file in sorted(folder.glob(f"*/{JOBS}")):
-            for number, line in enumerate(file.read_bytes().splitlines(), 1):
+            try:
+                lines = read_bytes(file).splitlines()
+            except OSError as error:
+                print(f"{file}: cannot be read ({error}); its points count as not submitted", file=sys.stderr)
+                continue
+            for number, line in enumerate(lines, 1):
                 try:
                     array = json.loads(line)
                     directories = [str(directory) for directory in array["directories"]]
                     arrays[str(array["job"])] = _Array(file.parent, directories)
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError):
                     print(f"{file}:{number}: not a record of a job; its points count as not submitted", file=sys.stderr)
     return arrays
 

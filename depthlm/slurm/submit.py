@@ -24,6 +24,7 @@ from typing import IO
 from depthlm.config.arguments import described
 from depthlm.config.compose import compose_anywhere
 from depthlm.errors import UserError
+from depthlm.files import open_appending
 from depthlm.locations import CONF, IS_CHECKOUT, PACKAGE, REPOSITORY
 from depthlm.machine.environment import git_state
 from depthlm.runs.records import FAILED, WAITING, read_run
@@ -259,7 +260,7 @@ def lock_sweeps(folder: Path) -> Iterator[None]:
     path = folder / "lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = path.open("w")
+        lock = open_appending(path)
     except OSError as error:
         raise UserError(f"{folder}: cannot be created ({error})") from None
     with lock:

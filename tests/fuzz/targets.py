@@ -6,10 +6,11 @@ import io
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import torch
@@ -17,18 +18,27 @@ from safetensors.torch import load_file
 
 import depthlm
 from depthlm.config.saved import load_config
-from depthlm.data import Manifest, Tokenizer, open_corpus, prepare, verify
+from depthlm.data import Manifest, Tokenizer, bytes_tokenizer, open_corpus, prepare, verify
 from depthlm.data.corpora.documents import Reader
 from depthlm.data.corpora.sources import TextFile
+from depthlm.data.preparation.imported import Import, import_tokens
+from depthlm.data.preparation.parts import Part
 from depthlm.data.settings import Data
+from depthlm.evaluation.generation import _lines
+from depthlm.files import read_json
 from depthlm.hugging_face import export
+from depthlm.hugging_face.card import introduction, version_of
+from depthlm.hugging_face.folder import check_folder
+from depthlm.inspect.ablation import Finished
 from depthlm.inspect.command import expert_picture
 from depthlm.pretrained.folder import load_weights, read_pretrained
 from depthlm.runs.checkpoints import missing_part, newest_checkpoint
 from depthlm.runs.directory import read_summary
 from depthlm.runs.listing import list_runs
 from depthlm.runs.loss_curve import plot_loss
+from depthlm.runs.progress import progress_of
 from depthlm.runs.records import read_run
+from depthlm.slurm.cluster import _arrays, _settings
 from depthlm.training import train
 from depthlm.training.monitoring.metrics import MetricsFile
 
@@ -37,6 +47,47 @@ RUN = ["size=micro", "size.hidden_size=16", "size.head_size=8", "size.intermedia
        "training.sequence_length=32", "training.max_steps=4", "training.checkpoint_every=2", "training.log_every=1",
        "training.validate_every=2", "training.validation_tokens=64", "training.sample=null",
        "training.log_blocks_every=2", "backbone=qwen3_moe", "size.num_experts=4", "memory=ignore"]  # fmt: skip
+
+
+# The targets by which each module that reads files is damaged. A test compares it with the code.
+READERS = {
+    "build": ("model.safetensors",),
+    "config/saved": ("config.yaml",),
+    "data/corpora/documents": ("a.jsonl", "a.txt", "a.parquet"),
+    "data/corpora/formats": ("a.jsonl.gz", "a.jsonl.zst"),
+    "data/manifest": ("tokens/manifest.json", "tokens/train-00000.bin"),
+    "data/preparation/imported": ("ids.npy",),
+    "data/preparation/parts": ("encoded batches", "encoded summary"),
+    "data/preparation/progress": ("progress.json",),
+    "data/token_files": ("tokens/train-00000.bin", "tokens/tokenizer.json"),
+    "data/tokenizers": ("tokenizer.json", "tokens/tokenizer.json", "export/tokenizer_config.json"),
+    "evaluation/generation": ("prompts",),
+    "evaluation/losses": ("evaluation.json",),
+    "files": ("config.yaml", "summary.json", "unfinished.json"),
+    "hugging_face/card": ("environment.json",),
+    "hugging_face/folder": ("export/depthlm.json", "export/README.md"),
+    "inspect/ablation": ("unfinished.json",),
+    "inspect/pruning": ("unfinished.json",),
+    "pretrained/folder": ("export/config.json", "export/model.safetensors.index.json", "export/model.safetensors"),
+    "runs/checkpoints": ("model.safetensors", "states.pt"),
+    "runs/directory": ("summary.json", "failure.json"),
+    "runs/loss_curve": ("config.yaml",),
+    "runs/manifest": ("manifest.json",),
+    "runs/progress": ("environment.json", "config.yaml"),
+    "runs/records": ("metrics.jsonl", "blocks.jsonl", "experts.jsonl", "summary.json", "evaluation.json"),
+    "slurm/cluster": ("cluster.yaml", "jobs"),
+    "training/checkpoint/init_from": ("model.safetensors", "tokenizer.json"),
+    "training/engine/deepspeed": ("model.safetensors",),
+    "training/engine/experts": ("model.safetensors", "states.pt"),
+    "training/engine/partitions": ("states.pt",),
+    "training/monitoring/metrics": ("metrics.jsonl",),
+}
+# Modules that read only files of depthlm itself, of the system or of libraries, or code that the user runs.
+NOT_FOREIGN = {
+    "commands/help", "config/hydra_context", "config/validate/explain", "data/corpora/hub", "data/corpora/sources",
+    "doctor/run", "evaluation/harness", "evaluation/shipped/read", "hugging_face/source", "machine/environment",
+    "machine/memory", "report/runs_report", "slurm/submit", "training/checkpoint/saving", "training/setup",
+}  # fmt: skip
 
 
 @dataclass
@@ -61,7 +112,13 @@ def make_targets(folder: Path) -> list[Target]:
     assert train(depthlm.compose([*overrides, f"output_dir={run}"])) == 0
     (run / "evaluation.json").write_text(json.dumps({"step": 4, "validation/local/loss": 2.0, "piqa/acc": 0.5}))
     (run / "failure.json").write_text(json.dumps({"time": "", "error": "an error"}))
-    return [*of_run(run, overrides), *of_tokens(folder, text), *of_texts(folder), *of_pretrained(folder, run)]
+    return [
+        *of_run(run, overrides),
+        *of_tokens(folder, text),
+        *of_texts(folder),
+        *of_pretrained(folder, run),
+        *of_arguments(folder),
+    ]
 
 
 def of_run(run: Path, overrides: list[str]) -> list[Target]:
@@ -100,6 +157,13 @@ def of_run(run: Path, overrides: list[str]) -> list[Target]:
         loaded = depthlm.load(run)[0].state_dict()
         return any(all(torch.equal(loaded[name], tensors[name]) for name in tensors) for tensors in saved)
 
+    def environment(_: Path) -> Any:
+        recorded = read_json(run / "environment.json")
+        return progress_of(read_run(run)).texts(), introduction(load_config(run), recorded), version_of(recorded)
+
+    unfinished = run / "unfinished.json"
+    Finished(unfinished, {"key": 1}, (1, 2, 3)).save()
+
     def configuration(_: Path) -> Any:
         list_runs(run.parent)
         config = load_config(run)
@@ -121,6 +185,8 @@ def of_run(run: Path, overrides: list[str]) -> list[Target]:
             False,
             (*loading, *resuming),
         ),
+        Target("environment.json", run / "environment.json", environment, False, loading[1:]),
+        Target("unfinished.json", unfinished, lambda file: Finished(file, {"key": 1}, (1, 2, 3)).sums.shape, True),
         Target("evaluation.json", run / "evaluation.json", records, False, resuming[1:]),
         Target("failure.json", run / "failure.json", records, False, loading[1:]),
         Target(
@@ -157,12 +223,28 @@ def of_tokens(folder: Path, text: Path) -> list[Target]:
         with contextlib.redirect_stderr(io.StringIO()):
             return Manifest.read(prepare(begun)["local"]).digest()
 
+    encoded = folder / "parts.partial"
+    part_data = replace(begun, path=str(folder / "parts"))
+    with contextlib.redirect_stderr(io.StringIO()):
+        prepare(part_data, part=Part(0, 2))
+    stored = shutil.copytree(encoded, folder / "kept parts")
+    batches = sorted(next(stored.glob("encoded-*")).glob("*.batches"))[0]
+
+    def joined(_: Path) -> Any:
+        for path in (encoded, folder / "parts"):
+            shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(stored, encoded)
+        with contextlib.redirect_stderr(io.StringIO()):
+            return Manifest.read(prepare(part_data, part=Part(1, 2))["local"]).digest() if _ else None
+
     checking = ("data/prepare.py", "data=local", f"data.source={text}", "data.tokenizer=bytes", f"data.path={tokens}")
     return [
         Target("tokens/manifest.json", tokens / "manifest.json", corpus, False, (checking, (*checking, "--verify"))),
         Target("tokens/train-00000.bin", tokens / "train-00000.bin", verified, True, ((*checking, "--verify"),)),
         Target("tokens/tokenizer.json", tokens / "tokenizer.json", corpus, True, (checking,)),
         Target("progress.json", kept / "progress.json", resumed, True),
+        Target("encoded batches", batches, joined),
+        Target("encoded summary", batches.with_suffix(".json"), joined),
     ]
 
 
@@ -200,7 +282,42 @@ def of_pretrained(folder: Path, run: Path) -> list[Target]:
     def read(_: Path) -> Any:
         return sorted(load_weights(read_pretrained(exported)))
 
+    def replaced(_: Path) -> Any:
+        # an export into the folder of another one looks first at what is there
+        return check_folder(exported)
+
     return [
-        Target(f"export/{name}", exported / name, read)
-        for name in ("config.json", "model.safetensors.index.json", "model.safetensors")
+        *(
+            Target(f"export/{name}", exported / name, read)
+            for name in ("config.json", "model.safetensors.index.json", "model.safetensors")
+        ),
+        Target(
+            "export/tokenizer_config.json", exported / "tokenizer_config.json", lambda _: Tokenizer.load(exported).end
+        ),
+        Target("export/depthlm.json", exported / "depthlm.json", replaced),
+        Target("export/README.md", exported / "README.md", replaced),
+    ]
+
+
+def of_arguments(folder: Path) -> list[Target]:
+    """Return files that arguments name: ids, prompts, and what `submit` reads."""
+    np.save(folder / "ids.npy", np.array([*b"one", 256, *b"two", 256] * 20, "<u4"))
+    (folder / "prompts").write_text("one\ntwo\n")
+    (folder / "cluster.yaml").write_text("account: mine\npartition: [a, b]\n")
+    (folder / "sweeps/one").mkdir(parents=True)
+    (folder / "sweeps/one/jobs.jsonl").write_text(json.dumps({"job": "12", "directories": ["a", "b"]}) + "\n")
+    tokenizer = bytes_tokenizer()
+
+    def imported(file: Path) -> Any:
+        shutil.rmtree(folder / "imported", ignore_errors=True)
+        shutil.rmtree(folder / "imported.partial", ignore_errors=True)
+        return import_tokens(Import([file], None, tokenizer, folder / "imported", 0.5)).train.tokens
+
+    importing = ("data/prepare.py", "--import-tokens", str(folder / "ids.npy"), "--tokenizer", "bytes", "--to",
+                 str(folder / "imported"))  # fmt: skip
+    return [
+        Target("ids.npy", folder / "ids.npy", imported, False, (importing,)),
+        Target("prompts", folder / "prompts", _lines),
+        Target("cluster.yaml", folder / "cluster.yaml", _settings),
+        Target("jobs", folder / "sweeps/one/jobs.jsonl", lambda _: len(_arrays([folder / "sweeps"]))),
     ]

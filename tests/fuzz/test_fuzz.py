@@ -1,16 +1,21 @@
 """Damaged files lead to a clear error or to the right answer. The full run is `python -m tests.fuzz`."""
 
+import os
 import random
+import re
+import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from depthlm.errors import UserError
+from depthlm.locations import PACKAGE
 
 from . import __main__ as fuzz
-from .targets import Target, make_targets
+from .targets import NOT_FOREIGN, READERS, Target, make_targets
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +31,34 @@ def test_mutations_of_every_file_give_an_error_or_the_right_answer(targets: list
         outcome = fuzz.fuzz_reader(target, mutations, seed=2)
         assert outcome.failures == {}
         assert outcome.returned + outcome.refused == mutations
+
+
+def test_a_pipe_in_place_of_a_file_does_not_block_its_reader(targets: list[Any]) -> None:
+    # prompts may come from a pipe
+    for target in (target for target in targets if target.name != "prompts"):
+        original = target.file.rename(target.file.with_name("original"))
+        os.mkfifo(target.file)
+        try:
+            # a copy that a target makes first is not made of a pipe
+            with suppress(UserError, shutil.SpecialFileError, shutil.Error), fuzz.limited(5):
+                target.read(target.file)
+        finally:
+            target.file.unlink(missing_ok=True)
+            original.rename(target.file)
+
+
+def test_every_module_that_reads_files_has_targets(targets: list[Any]) -> None:
+    call = re.compile(
+        r"(?<!def )\b(read_(text|bytes|json|yaml|record)|open_regular|safe_open|load_file|ParquetFile|from_file)\("
+        r"|digest\((?!\))|\.open\(\"r|(?<=with )open\(|(?<== )open\(|\b(np|torch|yaml|json)\.load\("
+    )
+    reading = {
+        str(file.relative_to(PACKAGE).with_suffix(""))
+        for file in PACKAGE.rglob("*.py")
+        if call.search(file.read_text())
+    }
+    assert reading == {*READERS} | NOT_FOREIGN
+    assert {name for names in READERS.values() for name in names} == {target.name for target in targets}
 
 
 @pytest.mark.slow

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer as Encoder
 from depthlm.__main__ import main
 from depthlm.data import Tokenizer, bytes_tokenizer
 from depthlm.errors import UserError
+from depthlm.files import replace_folder
 from depthlm.hugging_face import export
-from depthlm.hugging_face.folder import as_tokenizer, replace_folder, write_tokenizer
+from depthlm.hugging_face.folder import as_tokenizer, write_tokenizer
 from depthlm.hugging_face.source import collect
 
 MakeRun = Callable[..., Path]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import depthlm
 from depthlm.config.saved import is_own
 from depthlm.config.validate.decoder import factories
 from depthlm.errors import UserError
+from depthlm.files import read_record, write_record
 from depthlm.hugging_face.causal_lm import CausalLM
 from depthlm.hugging_face.folder import as_causal_lm
 from depthlm.inspect import ablation, pruning
@@ -125,6 +127,12 @@ def test_an_interrupted_ablation_continues(build: Build, tmp_path: Path, monkeyp
     again, all_calls = run("b")
     assert calls == all_calls - 5
     np.testing.assert_array_equal(continued, again)
+    # a result that was changed on the disk is measured again
+    saved = json.loads(file.read_text())
+    saved["record"]["sums"][0][0][0] += 1.0
+    for damaged in (json.dumps(saved), "[1]", '{"record": 1}'):
+        file.write_text(damaged)
+        assert run("b")[1] == all_calls
 
 
 def test_pruning_keeps_the_greedily_chosen_sources(
@@ -156,8 +164,9 @@ def test_pruning_keeps_the_greedily_chosen_sources(
     assert np.nansum(picture.arrays["kept"]) == 1 + 4 * 2
     picture.draw()
     # a finished read is not measured again
-    content, reads = json.loads(file.read_text()), list[str]()
-    file.write_text(json.dumps(content | {"done": content["done"][:-1]}))
+    content, reads = read_record(file), list[str]()
+    assert content is not None
+    write_record(file, content | {"done": content["done"][:-1]})
 
     def chosen(model: Decoder, batches: list[Batch], before: Any, part: list[Edge], *others: Any) -> list[Edge]:
         reads.append(part[0].reader.name)
@@ -210,6 +219,12 @@ def test_command_ablates_and_prunes(
     assert {path.name for path in (tmp_path / "a").iterdir()} == names
     assert (tmp_path / "a" / "moda_ablation_edges.png").stat().st_size > 10_000
     pruned = tmp_path / "pruned"
+    with monkeypatch.context() as patch:
+        # killed while the results are written, which the next call writes again
+        patch.setattr("depthlm.inspect.command.write", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            inspect(patch, f"run={trained}", "prune=1", "tokens=96", f"to={pruned}")
+    assert not pruned.exists()
     inspect(monkeypatch, f"run={trained}", "prune=1", "tokens=96", f"to={pruned}")
     assert "nats per token without 11 of 17 edges" in capsys.readouterr().out
     model, config = depthlm.load(pruned)

@@ -12,11 +12,13 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TextIO
 
 from depthlm.data.corpora import formats
 from depthlm.data.corpora.formats import TextFile
 from depthlm.errors import DataError
+from depthlm.files import open_regular
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -106,7 +108,7 @@ class Reader:
 
             self._raw = open_url(self.file.location)
         else:
-            self._raw = open(self.file.location, "rb")  # noqa: SIM115 -- closed below
+            self._raw = open_regular(Path(self.file.location))
         with self._raw:
             self._size = self._raw.seek(0, io.SEEK_END)
             self._raw.seek(0)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from depthlm.errors import DataError
+from depthlm.files import open_regular
 
 CHUNK = 2**20
 DOWNLOAD = "Download or copy the file again."
@@ -78,7 +79,7 @@ def compression(file: Path, sample: int = 2**23) -> float:
     _, codec = split_codec(file.name)
     if codec is None:
         return 1.0
-    with reading(TextFile(file.name, str(file))), file.open("rb", buffering=0) as raw:
+    with reading(TextFile(file.name, str(file))), open_regular(file) as raw:
         stream = decompressed(raw, codec)
         return len(stream.read(sample)) / max(raw.tell(), 1)
 

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from depthlm.data.preparation.encode import Encoded, Job, encoded_batches
-from depthlm.data.preparation.progress import LINE_EVERY, Position, read_record, write_record
+from depthlm.data.preparation.progress import LINE_EVERY, Position
 from depthlm.errors import DataError
-from depthlm.files import digest
+from depthlm.files import digest, read_record, write_record
 
 PREFIX = "encoded-"
 # seconds between two marks of the progress in a file, from which encoding resumes

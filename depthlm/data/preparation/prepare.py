@@ -40,7 +40,7 @@ from depthlm.data.tokenizers import (
     train_bpe,
 )
 from depthlm.errors import DataError
-from depthlm.files import sync
+from depthlm.files import open_appending, sync
 
 _MAY_HAVE_CHANGED = "may have changed (the same names and sizes, but files were written, copied or renamed)"
 
@@ -315,7 +315,7 @@ def writing(folder: Path, remedy: str) -> Iterator[None]:
 def locked(target: Path, console: Console) -> Iterator[bool]:
     """Hold the lock of a folder of token files, and yield whether it is complete."""
     # The lock file is never removed: a third process could then lock a new file while the second holds the old one.
-    with open(target.with_name(f".{target.name}.lock"), "a") as file:
+    with open_appending(target.with_name(f".{target.name}.lock")) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -23,7 +23,7 @@ from depthlm.data.manifest import Shard, Split, little_endian
 from depthlm.data.token_files import differences
 from depthlm.data.tokenizers import TOKENIZER_CONFIG
 from depthlm.errors import DataError
-from depthlm.files import read_json, replace_text, sync
+from depthlm.files import read_json, read_record, replace_text, sync, write_record
 
 FILE_NAME = "progress.json"
 # the first file of a folder in preparation, with its settings; a folder without this file is never changed
@@ -181,22 +181,6 @@ def read(folder: Path) -> dict[str, Any] | None:
         if all((folder / name).stat().st_size >= size for name, size in sizes.items()):
             return record
     return None
-
-
-def write_record(file: Path, record: dict[str, Any]) -> None:
-    """Replace a file's content with a record and its SHA-256."""
-    replace_text(file, json.dumps({"record": record, "sha256": _digest(record)}))
-
-
-def read_record(file: Path) -> dict[str, Any] | None:
-    """Return the record that was written, or None if the file is missing or damaged."""
-    content = read_json(file)
-    record = content.get("record")
-    return record if isinstance(record, dict) and content.get("sha256") == _digest(record) else None
-
-
-def _digest(record: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def mark(folder: Path, settings: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from rich.theme import Theme
 
 from depthlm.console import stdout_console
 from depthlm.counts import count_text, duration_text
+from depthlm.files import check_regular
 from depthlm.runs.records import ValidationLosses, perplexity
 from depthlm.streams import printable, report_dropped_output
 
@@ -77,7 +78,8 @@ def plain_message(record: logging.LogRecord) -> bool:
 
 
 def log_to(file: Path) -> None:
-    """Log to a file as well, beginning with the lines logged before it was opened."""
+    """Log to a file as well, beginning with the lines logged before it was opened. Raises OSError."""
+    check_regular(file)
     to_file = logging.FileHandler(file)
     to_file.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
     # on a full disk, lines are lost without an error or a traceback

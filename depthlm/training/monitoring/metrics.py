@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from depthlm.files import open_appending, open_regular
 from depthlm.machine.memory import peak_process_bytes
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import row_of
@@ -69,7 +70,7 @@ class MetricsFile:
     def _flush(self, path: Path) -> None:
         text = "".join(self.waiting)
         try:
-            with path.open("a") as file:
+            with open_appending(path) as file:
                 if file.tell() > self.size:
                     file.truncate(self.size)
                 file.write(text)
@@ -100,7 +101,7 @@ def cut_after(path: Path, step: int) -> dict[str, Any]:
     if path.stat().st_size == 0:
         return {}
     last: dict[str, Any] = {}
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as rows:
+    with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as rows:
         end = len(rows)
         while end > 0 and not last:
             start = rows.rfind(b"\n", 0, end - 1) + 1
