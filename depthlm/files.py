@@ -18,6 +18,12 @@ from typing import Any, BinaryIO, TextIO
 import yaml
 
 CHUNK, SYNC_EVERY = 2**25, 2**27
+# errors of a system that has no more space, memory, files or processes, or takes no such name
+LIMITS = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE,
+    errno.ENAMETOOLONG, errno.EIO,
+}  # fmt: skip
+LIMIT_WORDS = (*map(os.strerror, LIMITS), "can't allocate memory", "can't start new thread", "failed to map segment")
 # the most bytes and levels of a file that describes a run; files that we write have some 10 KB and five levels
 MAX_BYTES, MAX_DEPTH = 2**26, 50
 
@@ -35,6 +41,19 @@ UMASK = _umask()
 def set_default_mode(path: Path) -> None:
     """Give a file the default mode of a new file, because safetensors creates files that only their owner can read."""
     path.chmod(0o666 & ~UMASK)
+
+
+def system_limit(error: BaseException) -> str | None:
+    """Return what the system refused, if that is why something failed: space, memory, a name that is too long; or None.
+
+    Libraries that are not written in Python have errors of their own, with the words of the system.
+    """
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.errno in LIMITS:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return text if any(words in text for words in LIMIT_WORDS) else None
 
 
 def sync(path: Path) -> None:

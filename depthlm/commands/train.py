@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from omegaconf import DictConfig
 
@@ -169,9 +170,7 @@ def train_run(config: Config, line: CommandLine, program: str) -> None:
         print(printable("\n".join(f"  - {name}: {words}" for name, words in changed.items())), flush=True)
         if changed.keys() <= {*LENGTHS} and not exists:
             print(f"Add resume=extend to train {run} itself longer.", flush=True)
-    from depthlm.training import train
-
-    sys.exit(train(config))
+    _train_and_exit(config)
 
 
 def train_point(raw: DictConfig) -> float | None:
@@ -189,7 +188,7 @@ def train_point(raw: DictConfig) -> float | None:
     application = HydraConfig.get()
     overrides, config_dir = list(application.overrides.task), config_dir_of(application)
     if application.mode == RunMode.RUN:
-        exit_on_mistake("train.py", lambda: sys.exit(train(resolve_and_check(raw, overrides, config_dir))))
+        exit_on_mistake("train.py", lambda: _train_and_exit(resolve_and_check(raw, overrides, config_dir)))
     try:
         config = resolve_and_check(raw, overrides, config_dir)
         code = train(config)
@@ -202,6 +201,20 @@ def train_point(raw: DictConfig) -> float | None:
     if code == STOPPED:
         sys.exit(STOPPED)
     return math.inf if code == FAILED else read_run(config.output_dir or "").number("validation_loss")
+
+
+def _train_and_exit(config: Config) -> NoReturn:
+    from depthlm.training import FAILED, train
+
+    try:
+        code = train(config)
+    except (UserError, BrokenPipeError):
+        raise
+    except Exception:
+        # what the system refuses to a run is no mistake of its command, which a scheduler may start again
+        sys.excepthook(*sys.exc_info())
+        code = FAILED
+    sys.exit(code)
 
 
 _printed: set[str] = set()

@@ -12,9 +12,12 @@ from typing import NamedTuple
 
 from depthlm.config.keys import keys, on_resume
 from depthlm.counts import SCALES, parse_count
+from depthlm.run_directory import NO_RUNS, REMOVING
 
 # characters of a run's name, beyond which a hash stands for the remaining settings; characters of that hash
 LONGEST, HASH = 60, 6
+# bytes of a folder's name and of a path, with room for what is written beside a run and inside of it
+LONGEST_FOLDER, LONGEST_PATH = 200, 3000
 # the sections of the configuration, those that matter most to a reader first; all others follow
 IMPORTANCE = (
     "model",
@@ -71,11 +74,23 @@ def run_name(overrides: Sequence[str], defaults: Leading = DEFAULTS) -> str:
     return _name(str(Leading(model, size, given.get("seed", defaults.seed))), other_settings(overrides))
 
 
-def check_name(name: str | None) -> list[str]:
-    """Return the mistake in the value of `name=`, if there is one."""
-    if name is None or (name.strip(". ") and "/" not in name and name.isprintable()):
-        return []
-    return [f"name={name}: must be the name of a folder; output_dir= sets the whole path of the run directory"]
+def check_name(name: str | None, output_dir: str | None = None) -> list[str]:
+    """Return the mistakes in the values of `name=` and `output_dir=`."""
+    if name is not None and not (name.strip(". ") and "/" not in name and name.isprintable()):
+        return [f"name={name}: must be the name of a folder; output_dir= sets the whole path of the run directory"]
+    given = f"output_dir={output_dir}" if name is None else f"name={name}"
+    parts = Path(name or output_dir or "").parts
+    if (
+        any(len(os.fsencode(part)) > LONGEST_FOLDER for part in parts)
+        or len(os.fsencode(output_dir or "")) > LONGEST_PATH
+    ):
+        allowed = f"{LONGEST_FOLDER} bytes, and {LONGEST_PATH} for a path"
+        return [f"{given[:LONGEST]}...: too long for a folder; allowed: {allowed}"]
+    # `..` is a way to a folder
+    last = parts[-1] if parts else ""
+    if last in NO_RUNS or (name is not None and last.startswith(".")) or last.startswith(REMOVING):
+        return [f"{given}: `runs` lists no folder of this name; give another one"]
+    return []
 
 
 def derived_name(

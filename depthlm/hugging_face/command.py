@@ -102,7 +102,7 @@ def push(folder: Path, repository: str, private: bool | None = None) -> str:
             commit_message=f"Upload an export of depthlm {depthlm.__version__}",
             delete_patterns=STALE,
         )
-    except (httpx.HTTPError, OSError, ValueError, RuntimeError) as error:
+    except (httpx.HTTPError, OSError, ValueError, RuntimeError, TypeError, AttributeError, LookupError) as error:
         again = f"hf upload {shlex.quote(repository)} {shlex.quote(str(folder))}"
         raise UserError(
             f"push_to={repository}: {_explained(error, repository)}. The export is in {folder}; repeat the command, or "
@@ -116,6 +116,9 @@ def _explained(error: BaseException, repository: str) -> str:
     if isinstance(error, RuntimeError) and error.__cause__ is not None:
         # the upload of one file
         error = error.__cause__
+    if isinstance(error, (TypeError, AttributeError, LookupError)):
+        # the library does not check the content of answers
+        return f"what the hub answered is not as expected ({type(error).__name__}: {error}); try again later"
     if not isinstance(error, HfHubHTTPError):
         words = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, (httpx.TransportError, ConnectionError, TimeoutError)):

@@ -25,7 +25,7 @@ from depthlm.config import Config
 from depthlm.data import Tokenizer
 from depthlm.data.tokenizers import PADDING
 from depthlm.errors import UserError
-from depthlm.files import digest, read_json, read_text, replace_folder, set_default_mode
+from depthlm.files import digest, read_json, read_text, replace_folder, set_default_mode, system_limit
 from depthlm.hugging_face.card import CARD, write_card
 from depthlm.hugging_face.causal_lm import CausalLM, DepthLMConfig
 from depthlm.hugging_face.source import auto_map, write_code
@@ -86,8 +86,11 @@ def export(
             about = {"run": Path(run).absolute().name, "mechanism": config.model.name, "parameters": parameters}
             about |= {"step": manifest.step, "files": names, "card": digest(new / CARD)}
             (new / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"to={folder}: cannot be written ({error.strerror or error})") from None
+    except Exception as error:  # the libraries of tokenizers and tensors have errors of their own
+        reason = (error.strerror or error) if isinstance(error, OSError) else system_limit(error)
+        if reason is None:
+            raise
+        raise UserError(f"to={folder}: cannot be written ({reason})") from None
     files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     return Export(folder, files, parameters, native or DepthLMConfig.model_type, native is not None)
 

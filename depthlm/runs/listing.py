@@ -16,12 +16,10 @@ from typing import Any
 from depthlm.config.errors import nearest
 from depthlm.counts import SCALES, parse_count
 from depthlm.errors import UserError
-from depthlm.run_directory import REMOVING, RunDirectory
+from depthlm.run_directory import NO_RUNS, REMOVING, RunDirectory
 from depthlm.runs.progress import RunProgress, progress_of
 from depthlm.runs.records import FAILED, STATES, RunRecord, finite, read_run, recorded_settings
 
-# folders whose config.yaml files do not belong to runs: code snapshots, and the files of W&B
-IGNORED = {".slurm", "wandb"}
 AGE = "age"
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 ORDERS: dict[str, Callable[[float, float], bool]] = {
@@ -202,7 +200,7 @@ def value_text(value: Any) -> str:
 
 
 def _is_ignored(parts: Collection[str]) -> bool:
-    return not IGNORED.isdisjoint(parts) or any(part.startswith(REMOVING) for part in parts)
+    return not NO_RUNS.isdisjoint(parts) or any(part.startswith(REMOVING) for part in parts)
 
 
 def _matches(run: RunListing, root: Path, text: str) -> bool:

@@ -192,7 +192,8 @@ def submit_array(cluster: Cluster, snapshot: Path, offset: int, size: int, after
         "--parsable",
         f"--array=0-{size - 1}{throttle}",
         f"--job-name={snapshot.parent.parent.name}",
-        f"--output={snapshot}/log-%A_%a.txt",
+        # SLURM replaces %j in a path
+        f"--output={str(snapshot).replace('%', '%%')}/log-%A_%a.txt",
         "--requeue",
         "--open-mode=append",
         *cluster.options(),

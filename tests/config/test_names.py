@@ -210,6 +210,13 @@ def test_a_run_may_be_named() -> None:
     for name in ("a/b", "..", "''"):
         with pytest.raises(ConfigError, match="must be the name of a folder"):
             depthlm.compose([f"name={name}"])
+    for text in ("name=wandb", "name=.slurm", "name=.mine", "output_dir=there/wandb"):
+        with pytest.raises(ConfigError, match="`runs` lists no folder of this name"):
+            depthlm.compose([text])
+    for text in (f"name={'x' * 300}", f"output_dir=there/{'x' * 240}/here", f"output_dir={'x/' * 2000}"):
+        with pytest.raises(ConfigError, match=r"\.\.\.: too long for a folder; allowed: 200 bytes"):
+            depthlm.compose([text])
+    assert depthlm.compose(["output_dir=wandb/there"]).output_dir == "wandb/there"
 
 
 def test_the_experiment_sets_what_the_overrides_do_not() -> None:

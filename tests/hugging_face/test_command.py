@@ -97,6 +97,10 @@ REFUSED = {
     ),
     "missing": (404, "/preupload/main", "no such repository or owner .HTTP status 404.*; check the name"),
     "full": (413, "/commit/main", "the hub refuses the request .HTTP status 413, as the test wants"),
+    "strange page": (200, "/repos/create", "what the hub answered is not as expected"),
+    "strange files": (200, "/preupload/main", "what the hub answered is not as expected"),
+    "strange commit": (200, "/commit/main", "what the hub answered is not as expected"),
+    "strange upload": (200, "/objects/batch", "the files cannot be uploaded|not as expected"),
     "large file": (400, "/objects/batch", "the hub refuses the request .HTTP status 400"),
 }
 

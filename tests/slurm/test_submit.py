@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
-from depthlm.slurm.cluster import queued_points, record_array, waiting_text
-from depthlm.slurm.submit import main, next_snapshot, point_command, take_snapshot
+from depthlm.slurm.cluster import Cluster, queued_points, record_array, waiting_text
+from depthlm.slurm.submit import main, next_snapshot, point_command, submit_array, take_snapshot
 from depthlm.sweeps import Point, sweep_points
 
 from ..forks import Forks, environment_with
@@ -51,6 +51,12 @@ def test_a_dry_run_prints_the_script_and_the_points_of_the_same_sweep(
     )
     assert (REPOSITORY / "depthlm/slurm/train.sbatch").read_text() in done.stdout
     assert not (tmp_path / "runs").exists()
+
+
+def test_slurm_replaces_nothing_in_the_folder_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    submit_array(Cluster(), Path("/a/%j/100%"), 0, 1, [], dry_run=True)
+    # %% is a % in the names of SLURM's files
+    assert "--output=/a/%%j/100%%/log-%A_%a.txt" in shlex.split(capsys.readouterr().out)
 
 
 def test_invalid_cluster_settings_are_explained(four_points: list[str], submit: Submit) -> None:

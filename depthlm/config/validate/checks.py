@@ -40,7 +40,7 @@ def check_together(config: Config, given: Set[str]) -> list[str]:
     """
     return [
         *(f"{name}=...: is computed; leave it out" for name in given if name.partition(".")[0] == "code"),
-        *check_name(config.name),
+        *check_name(config.name, config.output_dir),
         *check_shape(config),
         *_check_vocabulary(config, given),
         *check_mechanism(config),
@@ -372,7 +372,7 @@ def _check_files(config: Config) -> list[str]:
         else:
             errors.append(f"{key}={start}: no checkpoint in it; give a run directory, or one of its checkpoints")
     folder = Path(config.output_dir).absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         errors.append(f"output_dir={config.output_dir}: {existing} is not a folder that this user may write to")
     return errors
