@@ -53,16 +53,10 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
         elif is_boolean_number(text):
             errors.append(f"{text}: must be {keys()[name].wanted}")
         elif name in available:
-            options = available[name]
-            if override.value() in options or (override.value() is None and name == "experiment"):
+            if override.value() in available[name] or (override.value() is None and name == "experiment"):
                 groups.append(text)
             else:
-                # the options that users add most
-                often_added = name.startswith(("model", "optimizer")) and config_dir is None
-                errors.append(
-                    f"{text}: no such {name}; allowed: {listed(options)}{nearest(str(override.value()), options)}"
-                    + ("; for your own, give --config-dir" if often_added else "")
-                )
+                errors.append(_no_such_option(text, override, available[name], config_dir))
         else:
             values[text] = override
     # a single override alone is also everything
@@ -84,6 +78,14 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
     elif not errors:
         errors.extend(failure)
     return errors
+
+
+def _no_such_option(text: str, override: Override, options: Sequence[str], config_dir: str | Path | None) -> str:
+    name = override.key_or_group
+    # the options that users add most
+    often_added = name.startswith(("model", "optimizer")) and config_dir is None
+    hint = "; for your own, give --config-dir" if often_added else ""
+    return f"{text}: no such {name}; allowed: {listed(options)}{nearest(str(override.value()), options)}{hint}"
 
 
 def not_an_override(text: str) -> str:
