@@ -42,16 +42,8 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
         text = override.input_line or name
         if override.is_delete():
             errors += _refuse_deletion(text, name, available)
-        elif override.value() == {}:
-            errors.append(f"{text}: sets nothing; give the keys inside it, or leave it out")
-        elif override.is_interval_sweep():
-            errors.append(f"{text}: an interval lists no values; write {name}=a,b, or add hydra/sweeper=optuna")
-        elif override.is_sweep_override():
-            errors.append(f"{text}: several values; add -m to train each, or write [a,b] for a list")
-        elif override.is_add() and name in keys():
-            errors.append(f"{text}: the key has a value already; leave out the +")
-        elif is_boolean_number(text):
-            errors.append(f"{text}: must be {keys()[name].wanted}")
+        elif (mistake := _mistake_of(override, text)) is not None:
+            errors.append(f"{text}: {mistake}")
         elif name in available:
             if override.value() in available[name] or (override.value() is None and name == "experiment"):
                 groups.append(text)
@@ -78,6 +70,20 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
     elif not errors:
         errors.extend(failure)
     return errors
+
+
+def _mistake_of(override: Override, text: str) -> str | None:
+    """Return the mistake of an override by itself, whatever its key allows; None if there is none."""
+    name = override.key_or_group
+    if override.value() == {}:
+        return "sets nothing; give the keys inside it, or leave it out"
+    if override.is_interval_sweep():
+        return f"an interval lists no values; write {name}=a,b, or add hydra/sweeper=optuna"
+    if override.is_sweep_override():
+        return "several values; add -m to train each, or write [a,b] for a list"
+    if override.is_add() and name in keys():
+        return "the key has a value already; leave out the +"
+    return f"must be {keys()[name].wanted}" if is_boolean_number(text) else None
 
 
 def _no_such_option(text: str, override: Override, options: Sequence[str], config_dir: str | Path | None) -> str:
