@@ -123,7 +123,7 @@ def _head(sweep: Sweep) -> list[str]:
     experiment = sweep.experiment
     source = f"Source: {plain(experiment.source)}. " if experiment.source else ""
     parts = [f"# {plain(experiment.title or experiment.name)}", f"{source}Experiment: `{experiment.name}`."]
-    parts += [f"**{warning}**" for warning in [*filter(None, [sweep.trial]), *warnings(sweep)]]
+    parts += [f"**{warning}**" for warning in warnings(sweep)]
     parts += _state(sweep)
     parts += _without_number(sweep) + _trained_differently(sweep)
     parts += protocol_parts(sweep)
@@ -173,10 +173,10 @@ def state_line(runs: Sequence[RunRecord]) -> str:
 
 
 def warnings(sweep: Sweep) -> list[str]:
-    """Return the reasons why the numbers are not comparable with the paper's, as sentences; none without a paper."""
+    """Return the reasons why the numbers are not comparable, with one another or with the paper's, as sentences."""
+    sentences = [] if sweep.trial is None else [sweep.trial]
     if not sweep.experiment.name:
-        return []
-    sentences = []
+        return sentences
     budgets = sorted({config.budget.name for config in sweep.configs} - {"paper"})
     if budgets:
         sentences.append(

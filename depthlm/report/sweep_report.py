@@ -8,7 +8,7 @@ from depthlm.counts import count_text, duration_text
 from depthlm.report.choice import choice_parts, choice_state, choice_tables, settings_of
 from depthlm.report.comparison import difference_text
 from depthlm.report.equal_cost import COSTS, cost_parts, with_costs
-from depthlm.report.experiment_report import LONGEST_REASON, picture, protocol_parts, result_notes, state_line
+from depthlm.report.experiment_report import LONGEST_REASON, picture, protocol_parts, result_notes, state_line, warnings
 from depthlm.report.figures.loss_curves import Panel, draw_loss_curves
 from depthlm.report.rows import Measured, Row, number
 from depthlm.report.scaling_laws import NEEDS, curves, needed_text, savings
@@ -33,7 +33,7 @@ def sweep_report(
     settings: tables of the settings that differ. notes: sentences in Markdown. Raises OSError.
     """
     results = results_table(sweep)
-    parts = ["# Runs", *([f"**{sweep.trial}**"] if sweep.trial else []), f"{state_line(sweep.runs)}."]
+    parts = ["# Runs", *(f"**{warning}**" for warning in warnings(sweep)), f"{state_line(sweep.runs)}."]
     parts += [*choice_state(sweep), *result_notes(sweep), *notes, markdown(results), LEGEND]
     parts += [*choice_parts(sweep, folder), *cost_parts(sweep, folder)]
     parts += [markdown(table) for table in settings]

@@ -282,6 +282,12 @@ def test_bars_of_another_protocol_have_the_papers_numbers_in_a_panel_of_their_ow
         assert [axes.get_title() for axes in figures[0].axes] == titles
         assert [len(axes.patches) for axes in figures[0].axes] == ([1, 1] if budget == "smoke" else [2])
         assert figures[0].get_suptitle() == "A pair"
+    # beside runs of too few updates, there is nothing of the paper
+    monkeypatch.setattr("depthlm.report.sweep.FEW_UPDATES", 41)
+    monkeypatch.setattr("depthlm.report.sweep.FEW_OF_ONE_SEED", 41)
+    figures.clear()
+    reported(of, "paper")
+    assert [len(axes.patches) for axes in figures[0].axes] == [1]
 
 
 def test_no_two_ticks_of_an_axis_have_the_same_text() -> None:
