@@ -4,6 +4,7 @@ import logging
 import netrc
 import os
 import shutil
+import sys
 import threading
 import urllib.parse
 from contextlib import suppress
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.config.schema import Tracker as TrackerConfig
+from depthlm.files import read_json
 from depthlm.run_directory import RunDirectory, is_checkpoint, step_of
 from depthlm.runs.checkpoints import WEIGHTS
 from depthlm.runs.records import read_metrics
@@ -69,6 +71,7 @@ class WeightsAndBiases:
         for row in read_metrics(self.directory.metrics):
             if row["step"] <= last:
                 self._record(row)
+        self.run.summary.update(read_json(self.directory.summary))
         for folder in offline_folders(self.directory, self.run.id):
             if folder != Path(self.run.dir).parent:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -98,8 +101,8 @@ def start(
 ) -> WeightsAndBiases | None:
     """Start or continue the W&B run of a directory; None, after a warning, if it starts neither online nor offline.
 
-    resumed_at: the step after which this process trains; None: it does not train. A run that was always offline
-    continues in one folder.
+    resumed_at: the step after which this process trains; None: it does not train, but records results. A run that was
+    always offline continues in one folder.
     """
     run = init(
         config,
@@ -114,9 +117,11 @@ def start(
     if run is None:
         return None
     paths = RunDirectory(directory)
-    # checkpoints that were recorded to be uploaded are in the folders, and may have been removed since
-    repeats = bool(resumed_at) and config.artifacts != "all" and run.offline and not was_uploaded(paths, run.id)
-    return WeightsAndBiases(run, directory, config.artifacts, resumed_at or 0 if repeats else 0)
+    # weights that were recorded to be uploaded are in the folders, and may have been removed since
+    kept = ("all",) if resumed_at is not None else ("all", "last")
+    repeats = settings["tracker"]["artifacts"] not in kept and run.offline and not was_uploaded(paths, run.id)
+    last = sys.maxsize if resumed_at is None else resumed_at
+    return WeightsAndBiases(run, directory, config.artifacts, last if repeats else 0)
 
 
 def offline_folders(directory: RunDirectory, run_id: str) -> list[Path]:

@@ -24,7 +24,8 @@ from depthlm.runs.weights_and_biases import WeightsAndBiases, give_up, has_key
 from tests.runs.wandb_file import records
 
 SETTINGS = {name: {"name": value} for name, value in (("model", "mhc"), ("size", "micro"), ("data", "stdlib"))} | {
-    "experiment": {"name": None}
+    "experiment": {"name": None},
+    "tracker": {"artifacts": "none"},
 }
 
 
@@ -295,6 +296,7 @@ def test_the_api_key_is_found_in_the_environment_or_in_netrc(monkeypatch: pytest
 
 def test_the_file_of_a_run_has_its_group_tags_configuration_rows_alerts_and_weights(tmp_path: Path) -> None:
     settings = SETTINGS | {"experiment": {"name": "moda/scaling"}, "optimizer": {"lr": 0.25}}
+    settings["tracker"] = {"artifacts": "all"}
     tracker = Tracker(wandb=True, mode="offline", tags=["mine", "mhc"], artifacts="all")
     paths = RunDirectory(tmp_path)
     paths.config.write_text("seed: 1\n")
@@ -326,8 +328,10 @@ def test_the_file_of_a_run_has_its_group_tags_configuration_rows_alerts_and_weig
     assert totals["validation_loss"] == "0.5"
 
 
-@pytest.mark.parametrize("synced", [False, True])
-def test_a_run_that_is_resumed_offline_has_one_folder_with_all_rows(tmp_path: Path, synced: bool) -> None:
+@pytest.mark.parametrize(("synced", "trains"), [(False, True), (True, True), (False, False)])
+def test_a_run_that_is_resumed_or_evaluated_offline_has_one_folder_with_all_rows(
+    tmp_path: Path, synced: bool, trains: bool
+) -> None:
     tracker, paths = Tracker(wandb=True, mode="offline"), RunDirectory(tmp_path)
     # a process that was killed has left nothing but its folder; the names of folders have the second of their start
     killed = tmp_path / "wandb/offline-run-20260101_000000-kept"
@@ -336,9 +340,13 @@ def test_a_run_that_is_resumed_offline_has_one_folder_with_all_rows(tmp_path: Pa
         (killed / "run-kept.wandb.synced").touch()
     rows = [{"step": step, "loss": 1.0 * step} for step in (1, 2, 3)]
     paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    trackers = start_trackers(tracker, tmp_path, SETTINGS, "kept", resumed_at=2)
-    trackers.write({"step": 3, "loss": 3.0})
-    trackers.close(None)
+    if trains:
+        trackers = start_trackers(tracker, tmp_path, SETTINGS, "kept", resumed_at=2)
+        trackers.write({"step": 3, "loss": 3.0})
+        trackers.close(None)
+    else:
+        paths.summary.write_text('{"steps": 3}')
+        start_trackers(tracker, tmp_path, SETTINGS, "kept").close({"lambada": 0.5})
     folders = list((tmp_path / "wandb").glob("offline-run-*"))
     if synced:
         assert killed in folders
@@ -347,6 +355,8 @@ def test_a_run_that_is_resumed_offline_has_one_folder_with_all_rows(tmp_path: Pa
     assert killed not in folders
     written = records(tmp_path / "wandb")
     assert [record.history.step.num for record in written if record.HasField("history")] == [1, 2, 3]
+    totals = {item.key: item.value_json for r in written if r.HasField("summary") for item in r.summary.update}
+    assert trains or (totals["steps"], totals["lambada"]) == ("3", "0.5")
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
