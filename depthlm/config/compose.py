@@ -133,7 +133,7 @@ def _resolved(
 
 
 def _fast_precision(config: Config) -> str:
-    return environment.fast_precision(environment.device_type(config.device))
+    return environment.fast_precision(environment.device_type(config.device), config.size.hidden_size)
 
 
 def _checked_here(

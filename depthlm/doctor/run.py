@@ -49,7 +49,7 @@ def checks(overrides: Sequence[str], config_dir: str | None) -> dict[str, Callab
         "disk, tokens": partial(disk, "disk, tokens", Path(config.data.path or "data/tokens")),
         "W&B": partial(wandb, config),
         "ranks": partial(ranks, config),
-        "precision": partial(precision, device_type),
+        "precision": partial(precision, device_type, config.size.hidden_size),
         "kernels": partial(kernels, device_type),
         "configuration": partial(configuration, overrides, config_dir, errors),
         **start_checks(overrides, config_dir),
@@ -177,9 +177,10 @@ def ranks(config: Config) -> Iterator[Item]:
     yield Item("cores", f"{environment.cores()} of {os.cpu_count()} for this process, {threads}")
 
 
-def precision(device_type: str) -> Item:
-    """Report the value of precision=auto on this machine."""
-    return Item("precision", f"precision=auto is {environment.fast_precision(device_type)} here")
+def precision(device_type: str, width: int) -> Item:
+    """Report the value of precision=auto on this machine. width: the hidden size."""
+    value = environment.fast_precision(device_type, width)
+    return Item("precision", f"precision=auto is {value} here with size.hidden_size={width}")
 
 
 def kernels(device_type: str) -> Item:

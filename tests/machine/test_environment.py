@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from depthlm.config import ConfigError, compose, compose_anywhere
 from depthlm.errors import UserError
@@ -160,3 +161,14 @@ def test_an_unknown_device_has_no_peak() -> None:
     assert environment.peak_flops("NVIDIA RTX A4000", "bf16") is None
     assert environment.peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
     assert environment.peak_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "width", "expected"),
+    [({"amx_bf16": True}, 128, "bf16"), ({"amx_bf16": True}, 64, "fp32"), ({"avx512": True}, 4096, "fp32")],
+)
+def test_a_cpu_takes_bf16_where_it_is_faster(
+    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], width: int, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert environment.fast_precision("cpu", width) == expected
