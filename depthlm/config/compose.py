@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.errors import ConfigError
 from depthlm.config.from_run import check_origin, directory_of, keeps_mechanism, own_overrides, raw_from_run, run_of
-from depthlm.config.hydra_context import compose_raw, hydra_at_conf, keep_text
+from depthlm.config.hydra_context import compose_raw, hydra_at_conf, ignored_files, keep_text
 from depthlm.config.keys import check_fields, replaced
 from depthlm.config.resolve import resolve, resolve_saved, with_base_size
 from depthlm.config.saved import load_config
@@ -79,6 +79,10 @@ def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> tuple[
         raise ConfigError([f"overrides={overrides!r}: must be a list, as in {overrides.split()}"])
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigError([f"config_dir={config_dir}: no such folder"])
+    if config_dir is not None and (hidden := ignored_files(config_dir)):
+        raise ConfigError(
+            [f"{file}: depthlm has a file of this name, which Hydra reads instead; rename it" for file in hidden]
+        )
     run = run_of(overrides)
     if run is not None:
         saved = load_config(run)

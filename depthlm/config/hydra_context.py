@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from depthlm.config.keys import FREE_GROUPS, NAMED, declaration, keys, override_text
 from depthlm.config.schema import Config
 from depthlm.counts import SCALES, Count
-from depthlm.files import read_yaml
+from depthlm.files import read_bytes, read_yaml
 from depthlm.locations import CONF
 
 ConfigStore.instance().store(name="schema", node=asdict(Config()))
@@ -106,6 +106,13 @@ def _groups() -> set[str]:
 def _composed_groups(overrides: tuple[str, ...]) -> bytes:
     # unpickling takes half the time of a deep copy
     return pickle.dumps(hydra.compose("config", list(overrides)))
+
+
+def ignored_files(config_dir: str | Path) -> list[Path]:
+    """Return the files of an additional folder that Hydra does not read, since conf/ has another one of the name."""
+    files = (file for file in sorted(Path(config_dir).rglob("*.yaml")) if file.is_file())
+    pairs = ((file, CONF / file.relative_to(config_dir)) for file in files)
+    return [file for file, own in pairs if own.is_file() and own.read_bytes() != read_bytes(file)]
 
 
 def available_groups(config_dir: str | Path | None) -> dict[str, list[str]]:

@@ -3,6 +3,7 @@
 import logging
 import netrc
 import os
+import secrets
 import shutil
 import sys
 import threading
@@ -153,7 +154,8 @@ def init(tracker: TrackerConfig, *, dir: Path, **arguments: Any) -> Any:
                 # W&B's service resolves a relative path against the working directory it was started in
                 dir=dir.absolute(),
                 settings=wandb.Settings(init_timeout=ANSWER, console="off", silent=True),
-                **arguments,
+                # WANDB_RUN_ID would be that of every run of a shell or a sweep, which the server would take for one run
+                **{**arguments, "id": arguments.get("id") or secrets.token_hex(4)},
             )
             for handler in logging.getLogger("wandb").handlers:
                 # on a full disk, W&B's own log would print a traceback for each line

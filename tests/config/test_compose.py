@@ -1,6 +1,7 @@
 """Overrides are composed into the expected configuration."""
 
 import re
+import shutil
 from pathlib import Path
 
 import hydra
@@ -16,7 +17,7 @@ from depthlm.config.hydra_context import compose_raw, hydra_at_conf, open_names
 from depthlm.config.keys import keys
 from depthlm.counts import parse_count
 from depthlm.errors import UserError
-from depthlm.locations import REPOSITORY
+from depthlm.locations import CONF, REPOSITORY
 
 
 def test_the_default_is_vanilla_tiny_on_the_standard_library() -> None:
@@ -132,6 +133,20 @@ def test_a_mechanism_from_config_dir_composes(tmp_path: Path) -> None:
         "defaults: [connection: residual, attention: self_attention, _self_]\nname: mine\n"
     )
     assert depthlm.compose(["model=mine"], config_dir=tmp_path).model.name == "mine"
+
+
+def test_a_file_of_config_dir_that_hydra_would_not_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "size").mkdir()
+    # a copy changes nothing
+    shutil.copy(CONF / "size/micro.yaml", tmp_path / "size")
+    assert depthlm.compose(["size=micro"], config_dir=tmp_path).size.num_layers == 2
+    names = [tmp_path / "config.yaml", tmp_path / "size/micro.yaml"]
+    for name in names:
+        name.write_text("num_layers: 3\n")
+    with pytest.raises(depthlm.config.ConfigError) as caught:
+        depthlm.compose(["size=micro"], config_dir=tmp_path)
+    reason = "depthlm has a file of this name, which Hydra reads instead; rename it"
+    assert caught.value.errors == [f"{name}: {reason}" for name in names]
 
 
 def test_composing_inside_a_hydra_application_preserves_its_state() -> None:

@@ -368,12 +368,17 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_a_relative_folder_is_that_of_the_current_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("WANDB_RUN_ID", "shared")
+    ids = []
     for name in ("first", "second"):
         (tmp_path / name / "run").mkdir(parents=True)
         monkeypatch.chdir(tmp_path / name)
-        run = weights_and_biases.init(Tracker(mode="offline"), dir=Path("run"), id=name)
+        run = weights_and_biases.init(Tracker(mode="offline"), dir=Path("run"))
+        ids.append(run.id)
         run.finish()
         assert records(Path("run/wandb"))
+    # a variable of the shell does not make one run of two
+    assert len({*ids, "shared"}) == 3
 
 
 def test_only_a_complete_run_uploads_its_last_weights(tmp_path: Path) -> None:

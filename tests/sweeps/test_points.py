@@ -234,3 +234,21 @@ def test_two_points_in_one_directory_are_refused() -> None:
 def test_a_run_keeps_only_the_name_of_its_experiment(folder: Path) -> None:
     config = compose(["experiment=mine/it", "model=mhc"], folder)
     assert (config.experiment.name, config.experiment.points) == ("mine/it", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("seed=sort(range(0,7,3))", [0, 3, 6]),
+        ("seed=range(4,-1,-2)", [4, 2, 0]),
+        ("seed=sort(3,1,2,reverse=true)", [3, 2, 1]),
+        ("seed=sort(range(4,-1,-2))", "values 1,3,5, which are not those of range(4,-1,-2); list them"),
+        ("seed=sort(range(0,7,3),reverse=true)", "list them, as in seed=0,3,6"),
+    ],
+)
+def test_a_sorted_range_has_the_values_of_the_range(text: str, values: list[int] | str) -> None:
+    if isinstance(values, list):
+        assert [point.overrides for point in sweep_points([text])] == [[f"seed={value}"] for value in values]
+        return
+    with pytest.raises(ConfigError, match=re.escape(values)):
+        sweep_points([text])

@@ -143,6 +143,11 @@ BAD_LINES = {
 }
 
 
+def test_a_number_of_any_length_is_json(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "n": ' + "9" * 5000 + "}\n")
+    assert [record.text for record in records(tmp_path / "a.jsonl")] == ["one"]
+
+
 @pytest.mark.parametrize("line", BAD_LINES)
 def test_a_bad_line_is_reported_and_its_neighbours_are_read(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "a.jsonl"
