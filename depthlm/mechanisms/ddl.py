@@ -16,6 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from depthlm.model.connection import Connection, Cost, Inputs
+from depthlm.model.figures import Figure
 from depthlm.model.layers import Linear
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.dtypes import upcast
@@ -80,6 +81,12 @@ class DDL(Connection):
 
     def weights(self, state: State) -> Tensor | None:
         return None if state.pending is None else factor(state.h, state.pending)
+
+    def figures(self, state: State) -> list[Figure]:
+        if self.spec.kind == "final" or state.pending is None:
+            return []
+        about = "what each sublayer multiplies the output before it by"
+        return [Figure("factor", factor(state.h, state.pending), ("batch", "token", "hidden"), about)]
 
     def write(self, state: State, output_btd: Tensor, carry: Carry) -> State:
         return State(carry.h, Pending(output_btd, carry.beta_bt1, carry.v_bt1))

@@ -13,6 +13,7 @@ sum_btd -> norm -> h --+-> * alpha ---(+)-> sum_btd
 from torch import Tensor
 
 from depthlm.model.connection import Connection, Cost, Hidden, Inputs
+from depthlm.model.figures import Figure
 from depthlm.model.layers import Norm
 from depthlm.model.settings import check, one_of
 from depthlm.model.shape import Backbone, Size, SublayerSpec
@@ -48,6 +49,11 @@ class DeepNorm(Connection):
     def weights(self, state: Hidden) -> Tensor | None:
         """Return what the norm multiplies the sum by, w_btd."""
         return norm_weights(self.norm, state.h) if hasattr(self, "norm") else None
+
+    def figures(self, state: Hidden) -> list[Figure]:
+        weights = self.weights(state)
+        about = "what each norm multiplies its sum by"
+        return [] if weights is None else [Figure("scale", weights, ("batch", "token", "hidden"), about)]
 
     def write(self, state: Hidden, output_btd: Tensor, carry: Tensor) -> Hidden:
         return Hidden(self.alpha * carry + output_btd)

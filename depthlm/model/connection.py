@@ -152,7 +152,10 @@ class Connection(nn.Module):
         return alone if self.cost.two_phase_values is None else self.cost.two_phase_values
 
     def figures(self, state: State) -> Sequence[Figure]:
-        """Return what `inspect` draws of the read of this state. By default these are weights [n, b, t] or [n]."""
+        """Return what `inspect` draws of the read of this state. By default these are weights [n, b, t] or [n].
+
+        A class whose weights have other axes, such as [b, t, d], defines its figures itself.
+        """
         weights = self.weights(state)
         if not isinstance(weights, Tensor) or weights.ndim not in (1, 3):
             return []

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from depthlm.inspect import collect
+from depthlm.locations import CONF
 from depthlm.model import Connection, Decoder, Observer
 
 from .conftest import TOKENS
@@ -286,6 +287,16 @@ def test_a_pair_has_the_pictures_of_both_mechanisms(build: Build) -> None:
         "depth_attention_weights",
     ]
     assert messages == []
+
+
+@pytest.mark.parametrize("connection", sorted(path.stem for path in (CONF / "model/connection").glob("*.yaml")))
+def test_the_sources_of_a_picture_are_not_those_of_the_batch(build: Build, connection: str) -> None:
+    model = build(f"model/connection={connection}")
+    shapes = [
+        {name: array.shape for picture in collect(model, [tokens])[0] for name, array in picture.arrays.items()}
+        for tokens in (TOKENS[:2], TOKENS[:3])
+    ]
+    assert shapes[0] == shapes[1]
 
 
 def test_missing_pictures_are_reported(build: Build) -> None:
