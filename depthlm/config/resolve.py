@@ -292,11 +292,11 @@ def _batch(config: Config, chosen: Set[str], is_free: IsFree) -> dict[str, int |
         length = min(length, budget.sequence_length)
         values["training.sequence_length"] = length
     if budget.batch_tokens is not None:
+        # that of the protocol is for its batch
+        values["training.micro_batch_size"] = None
         if not {"training.batch_size", "training.batch_tokens"} & chosen:
             batch_size = max(1, min(batch_size, budget.batch_tokens // length))
             values |= {"training.batch_tokens": None, "training.batch_size": batch_size}
-            # that of the protocol is for its batch
-            values["training.micro_batch_size"] = None
         most = VALIDATION_BATCHES * batch_size * length
         values["training.validation_tokens"] = min(training.validation_tokens or most, most)
     if budget.micro_batch_tokens is not None:

@@ -32,6 +32,9 @@ def test_smoke_preserves_depth_mechanism_and_heads_and_needs_no_download() -> No
     assert (smoke.precision.name, smoke.deepspeed.stage) == ("fp32", 0)
     assert smoke.training.batch_size * smoke.training.sequence_length == 256
     assert run_steps(smoke) == 12
+    # the micro-batch of the protocol is for its batch
+    assert (paper.training.micro_batch_size, smoke.training.micro_batch_size) == (4, None)
+    assert of("budget=smoke", "training.batch_size=2").training.micro_batch_size is None
 
 
 def test_smoke_divides_experts_but_leaves_a_token_a_choice() -> None:
