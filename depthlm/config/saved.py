@@ -211,10 +211,12 @@ def _imported_files(module: str, root: Path) -> set[Path]:
         if name in files:
             continue
         files[name] = None
-        # looking for a module imports its packages, which must not happen to those of others
+        # looking for a module imports its packages, which must not happen to those of others, such as torch in a
+        # virtual environment inside the folder
         top = _spec(name.partition(".")[0])
         places = [] if top is None else [top.origin, *(top.submodule_search_locations or ())]
-        spec = _spec(name) if any(place and Path(place).is_relative_to(root) for place in places) else None
+        is_local = any(p and Path(p).is_relative_to(root) and not _is_installed(Path(p)) for p in places)
+        spec = _spec(name) if is_local else None
         if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
             continue
         file = Path(spec.origin)

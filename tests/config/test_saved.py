@@ -94,6 +94,7 @@ OWN = {
     "own_depth/__init__.py": "",
     "own_depth/mine.py": """import json
 
+import own_library
 from depthlm.mechanisms.residual import Residual
 
 from .parts import SCALE
@@ -118,6 +119,12 @@ def test_changed_code_of_a_class_or_of_what_it_imports_is_another_run(
     for name, text in OWN.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
+    # a virtual environment inside the folder, whose packages have versions instead
+    installed = tmp_path / ".venv/site-packages"
+    installed.mkdir(parents=True)
+    (installed / "own_library.py").touch()
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(installed))
+    monkeypatch.syspath_prepend(installed)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     target = "own_depth.mine.Mine"
@@ -141,6 +148,8 @@ def test_changed_code_of_a_class_or_of_what_it_imports_is_another_run(
             assert changed.code[target] in str(error.value)
             assert "Restore the code of these classes" in str(error.value)
         (tmp_path / name).write_text(text)
+    (installed / "own_library.py").write_text("# another version\n")
+    assert depthlm.compose(overrides).code == config.code
     # the run of an earlier version, without digests, and another class, which is a difference by its name
     assert compare({"code": {}}, {"code": config.code}) == compare({}, {"code": config.code}) == {}
 
