@@ -250,7 +250,7 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
         longer = "resume=extend allows another length. " if refused <= {*LENGTHS} else ""
         has_other_code = any(name.startswith("code.") for name in refused)
         remedy = (
-            "Restore the code of these classes, with all that it imports"
+            "Restore the code of these classes, with all that it imports,"
             if has_other_code
             else "Give the same settings"
         )
