@@ -233,8 +233,10 @@ def _without_number(sweep: Sweep) -> list[str]:
             at = f" after {column.at:.0%} of the steps" if column.at < 1 else ""
             title = f"{plain(title_of(name, column))} (`{column.metric}`{at})"
             titles.setdefault((without, len(complete)), []).append(title)
+    evaluated = " `python -m depthlm evaluate run=<run> tasks=...` measures tasks."
     return [
         f"{without} of {count} complete runs have no finite number yet for {', '.join(group)}."
+        + (evaluated if any("_shot/" in title for title in group) else "")
         for (without, count), group in titles.items()
     ]
 

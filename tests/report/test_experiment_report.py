@@ -279,7 +279,9 @@ def test_the_validation_loss_stands_in_for_metrics_that_no_run_has() -> None:
     assert row(text, "dca") == ["2.9000"]
     assert row(text, "dca", 1) == [DASH, "70.000"]
     write_run(directories(of, "smoke")[0], **{"zero_shot/piqa": 0.5})
-    assert "stands in for them" not in reported(of, "smoke")
+    text = reported(of, "smoke")
+    assert "stands in for them" not in text
+    assert "for PIQA (`zero_shot/piqa`). `python -m depthlm evaluate run=<run> tasks=...` measures tasks." in text
 
 
 def test_assumptions_that_the_budget_replaces_are_omitted() -> None:
