@@ -101,10 +101,10 @@ PRINTED_IN = {"moda/_layers": {"size.num_layers", "backbone.norm_placement"}}
 NOT_PRINTED_IN = {"moda/_layers": {"size.sequence_length", "training.max_tokens", "data.max_tokens"}}
 # assumed by a default as well
 BY_DEFAULT = {"optimizer.groups.vector.weight_decay", "training.z_loss", "data.document_mask"}
-# decides what is logged and saved, or is the alternative of another key
+# decides what is logged and saved, or how much is computed at once, or is the alternative of another key
 OF_NO_EFFECT = (
     "name", "size.name", "backbone.name", "data.validation.", "training.validate_every", "training.validation_tokens",
-    "training.checkpoint_every", "training.sample", "training.log_blocks_every",
+    "training.checkpoint_every", "training.sample", "training.log_blocks_every", "training.micro_batch_size",
 )  # fmt: skip
 
 
