@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from depthlm.errors import UserError
@@ -28,6 +29,8 @@ class Ranks:
     port: int | None = None
 
 
+# what the launcher or this process sets for a run
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
 SINGLE_RANK = Ranks(0, 0, 1, 1, "python")
 _launched: tuple[dict[str, str], Ranks] = {}, SINGLE_RANK
 
@@ -88,6 +91,20 @@ def set_deepspeed_variables(ranks: Ranks, index: int) -> None:
         written |= {"MASTER_ADDR": ranks.address, "MASTER_PORT": str(ranks.port)}
     os.environ.update(written)
     _launched = written, ranks
+
+
+@contextmanager
+def restored_variables() -> Iterator[None]:
+    """Restore, after the block, the variables that `set_deepspeed_variables` sets: other code reads them too."""
+    global _launched
+    launched = _launched
+    before = {name: os.environ.get(name) for name in VARIABLES}
+    try:
+        yield
+    finally:
+        _launched = launched
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 def describe_launch(ranks: Ranks, device: str) -> str:

@@ -105,12 +105,11 @@ def wait_for_rank_0() -> None:
 def leave_distributed(together: bool = True) -> None:
     """Leave the process group: gloo's threads abort a process that ends without this call.
 
-    together: wait for the other ranks first. A single rank keeps its group for the next run of the same process.
+    together: wait for the other ranks first.
     """
-    if torch.distributed.get_world_size() > 1:
-        if together:
-            torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+    if together and torch.distributed.get_world_size() > 1:
+        torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 class Rank0Error(RuntimeError):

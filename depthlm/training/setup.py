@@ -39,7 +39,7 @@ from depthlm.model import compile_sublayers
 from depthlm.model.decoder import SELECTIVE
 from depthlm.ops.backend import missing
 from depthlm.training.checkpoint.init_from import import_weights
-from depthlm.training.engine import Engine, build_engine, draw_shards, draw_spread, undo_sharding
+from depthlm.training.engine import Engine, build_engine, draw_shards, draw_spread, forget_group, undo_sharding
 from depthlm.training.memory_check import check_memory
 from depthlm.training.monitoring.describe import derived
 from depthlm.training.monitoring.display import show_table, start_logging
@@ -111,23 +111,36 @@ def free_earlier_run() -> None:
 def process_group(config: Config, ranks: Ranks) -> Iterator[tuple[torch.device, Activity]]:
     """Join the process group and watch its ranks while the block runs. Yields this rank's device and its activity.
 
-    Raises UserError if the ranks have different configurations or code.
+    A group that existed before stays, and the variables of the launcher are restored. Raises UserError if the ranks
+    have different configurations or code.
     """
     training = config.training
     # longer than the watchdog's timeouts, so that the watchdog acts first: it can name the rank to blame
     timeout = timedelta(minutes=2 * training.stall_timeout, seconds=training.rank_timeout)
-    device = start_distributed(ranks, timeout, device_choice=config.device)
-    try:
-        with (
-            watch_ranks(ranks, training.rank_timeout, training.stall_timeout) as activity,
-            end_on_signal(activity.report),
-        ):
-            check_same_run(config)
-            yield device, activity
-            leave_distributed()
-    except UserError:
-        leave_distributed(together=False)
-        raise
+    with launchers.restored_variables():
+        is_own = not torch.distributed.is_initialized()
+        device = start_distributed(ranks, timeout, device_choice=config.device)
+        try:
+            with (
+                watch_ranks(ranks, training.rank_timeout, training.stall_timeout) as activity,
+                end_on_signal(activity.report),
+            ):
+                check_same_run(config)
+                yield device, activity
+                if is_own:
+                    leave_distributed()
+                    is_own = False
+        except UserError:
+            if is_own:
+                leave_distributed(together=False)
+                is_own = False
+            raise
+        finally:
+            # of several ranks, the others may wait in a collective operation
+            if is_own and ranks.world_size == 1:
+                leave_distributed()
+            if not torch.distributed.is_initialized():
+                forget_group()
 
 
 def prepare_run(config: Config, ranks: Ranks, device: torch.device, activity: Activity) -> Setup:

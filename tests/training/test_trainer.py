@@ -1,22 +1,30 @@
 """The training loop: which rows it logs, and settings that must not change the curve."""
 
+import os
 import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 import depthlm
 from depthlm.data import Batches
+from depthlm.distributed.launchers import VARIABLES, ranks, restored_variables
+from depthlm.distributed.process_group import start_distributed
 from depthlm.files import read_json
 from depthlm.model import Decoder
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
+from depthlm.training.engine import forget_group
 from depthlm.training.setup import build_model, free_earlier_run
+from depthlm.training.trainer import Trainer
 
 from .run_files import curve
 
@@ -128,3 +136,27 @@ def test_a_run_trains_in_a_thread_of_another_program(small_run: Callable[..., li
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(train, depthlm.compose(small_run("training.max_steps=2"))).result() == 0
     assert read_json(tmp_path / "run/summary.json")["steps"] == 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_leaves_no_process_group_and_no_variables_of_a_launcher(
+    small_run: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        forget_group()
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    monkeypatch.setattr(Trainer, "fit", Mock(side_effect=RuntimeError("a bug") if fails else None, return_value=0))
+    with pytest.raises(RuntimeError, match="a bug") if fails else nullcontext():
+        train(depthlm.compose(small_run()))
+    assert not torch.distributed.is_initialized()
+    assert "RANK" not in os.environ
+    assert os.environ["MASTER_PORT"] == "1234"
+    # a group of the caller stays
+    with restored_variables():
+        start_distributed(ranks())
+        with suppress(RuntimeError):
+            train(depthlm.compose(small_run(name="second")))
+    assert torch.distributed.is_initialized()

@@ -3,7 +3,7 @@
 from depthlm.training.engine.deepspeed import build_engine
 from depthlm.training.engine.experts import draw_spread
 from depthlm.training.engine.interface import Engine
-from depthlm.training.engine.sharding import autocast, draw_shards, undo_sharding, writable
+from depthlm.training.engine.sharding import autocast, draw_shards, forget_group, undo_sharding, writable
 
 __all__ = [
     "Engine",
@@ -11,6 +11,7 @@ __all__ = [
     "build_engine",
     "draw_shards",
     "draw_spread",
+    "forget_group",
     "undo_sharding",
     "writable",
 ]

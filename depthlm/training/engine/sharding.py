@@ -161,3 +161,19 @@ def _active_modules() -> list[Any]:
     """Return DeepSpeed's list of the modules that are computing, the innermost last."""
     offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
     return offload.FWD_MODULE_STACK if offload is not None else []
+
+
+def forget_group() -> None:
+    """Let DeepSpeed, if it is imported, take the process group of the next run for a new one.
+
+    It keeps its groups in variables, which nothing resets when the process group is destroyed.
+    """
+    if "deepspeed" not in sys.modules:
+        return
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    comm.cdb = None
+    for name, value in list(vars(groups).items()):
+        if name.endswith("_GROUP") or name.endswith("_GROUP_RANKS"):
+            setattr(groups, name, {} if isinstance(value, dict) else None)
