@@ -10,6 +10,8 @@ import pytest
 
 import depthlm
 from depthlm.errors import UserError
+from depthlm.run_directory import RunDirectory
+from depthlm.runs.directory import special_file
 from depthlm.runs.records import FAILED, STOPPED, read_run
 from depthlm.training import train, trainer
 
@@ -131,3 +133,19 @@ def test_other_files_of_the_user_in_a_run_directory_are_kept(small_run: Override
     (tmp_path / "run/.lock").unlink()
     assert train(depthlm.compose(small_run("training.max_steps=2"))) == 0
     assert (tmp_path / "run/slurm-1.log").read_text() == "mine"
+
+
+def test_a_run_directory_with_a_pipe_or_a_device_is_refused(small_run: Overrides, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    assert special_file(run) is None
+    for file in (*run.written, run.lock, run.saved):
+        file.parent.mkdir(exist_ok=True)
+        os.mkfifo(file)
+        assert special_file(run) == file
+        file.unlink()
+    for make in (os.mkfifo, lambda file: file.symlink_to("/dev/zero")):
+        make(run.metrics)
+        with pytest.raises(UserError, match=r"metrics\.jsonl is neither a file nor a folder.*remove it"):
+            train(depthlm.compose(small_run()))
+        run.metrics.unlink()
