@@ -15,7 +15,7 @@ def test_a_corpus_is_prepared_once_and_summarised(corpus_folder: Path, tmp_path:
     for _ in range(2):
         done = forks.run([PREPARE, *overrides])
         assert done.returncode == 0, done.stderr
-        assert "21,012" in done.stdout
+        assert "22,257" in done.stdout
     assert (tmp_path / "tokens/manifest.json").exists()
 
 
