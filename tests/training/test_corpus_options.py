@@ -115,7 +115,8 @@ def test_a_run_with_a_document_mask_is_loaded_with_it(small_run: Overrides, tmp_
 
 
 def test_validation_by_document_gives_each_document_no_context(small_run: Overrides, tmp_path: Path) -> None:
-    shared = ("training.max_steps=3", "training.validation_tokens=null")
+    more = "data.validation_fraction=0.2", f"data.path={tmp_path}/tokens"
+    shared = ("training.max_steps=3", "training.validation_tokens=null", *more)
     config = depthlm.compose(small_run("training.validation_document_tokens=4096", *shared))
     assert train(config) == COMPLETE
     measured = rows(tmp_path / "run")[-1]["validation/local/loss"]
@@ -137,7 +138,7 @@ def test_validation_by_document_gives_each_document_no_context(small_run: Overri
 def test_sequences_with_many_repetitions_have_no_loss(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("depthlm.data.sampler.most_repetitions", lambda tokens: 40 if tokens[0] % 2 else 31)
+    monkeypatch.setattr("depthlm.data.sampler.most_repetitions", lambda tokens: 40 if tokens[1] % 2 else 31)
     for name, most in (("run", 32), ("all", 41)):
         given = (f"data.max_repetitions={most}", "training.max_steps=3")
         assert train(depthlm.compose(small_run(*given, name=name))) == COMPLETE
