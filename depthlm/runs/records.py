@@ -173,11 +173,18 @@ def read_run(directory: str | Path) -> RunRecord:
 def with_one_source(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Return the runs of a comparison such that each metric is read from the same file of all of them.
 
-    That is summary.json for the metrics that one of these has, and evaluation.json for all others.
+    That is evaluation.json, which covers whole validation sets, for the metrics that it has of every complete run;
+    summary.json for all others that one of these has; and else evaluation.json.
     """
-    measured = {metric for run in runs for metric in run.summary}
+    evaluations = [run.evaluation.keys() for run in runs if run.state == COMPLETE]
+    evaluated = frozenset.intersection(*map(frozenset, evaluations)) if evaluations else frozenset()
+    measured = {metric for run in runs for metric in run.summary} - evaluated
+
+    def without(results: dict[str, Any], metrics: Set[str]) -> dict[str, Any]:
+        return {name: value for name, value in results.items() if name not in metrics}
+
     return [
-        replace(run, evaluation={key: value for key, value in run.evaluation.items() if key not in measured})
+        replace(run, summary=without(run.summary, evaluated), evaluation=without(run.evaluation, measured))
         for run in runs
     ]
 

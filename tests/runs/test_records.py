@@ -79,6 +79,11 @@ def test_a_metric_of_a_comparison_is_read_from_the_same_file_of_all_runs(tmp_pat
     runs = with_one_source([read_run(trained), read_run(evaluated)])
     assert [run.number(name) for run in runs] == [2.5, None]
     assert [run.number(other) for run in runs] == [None, 0.7]
+    # evaluations cover whole sets, and count where all complete runs have them
+    write(tmp_path / "trained", evaluation={"step": 100, name: 2.4})
+    stopped = read_run(write(tmp_path / "stopped", rows=3))
+    runs = with_one_source([read_run(trained), read_run(evaluated), stopped])
+    assert [run.number(name) for run in runs] == [2.4, 2.1, None]
     # without a run whose training has it, all are evaluations
     assert with_one_source([read_run(evaluated)])[0].number(name) == 2.1
 
