@@ -266,6 +266,7 @@ def test_all_mistakes_are_reported_together() -> None:
         "precision=null": "precision=null: must be an option of the group",
         "schedule={min_lr_ratio: 0}": "schedule={min_lr_ratio: 0}: must be an option of the group",
         "tracker={}": "tracker={}: sets nothing",
+        "optimizer.lr=true": "optimizer.lr=true: must be a number",
         "optimizer.rl=1": "optimizer.rl=1: no such key; did you mean `optimizer.lr`?",
         "training.max_steps=abc": "training.max_steps=abc: must be a whole number",
         "data.sources.a.weight=x": "data.sources.a.weight=x: ",
