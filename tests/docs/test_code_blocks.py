@@ -88,7 +88,8 @@ def check(command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
             COMMANDS[command](["--help"], f"depthlm {command}")
         options = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
         assert {word for word in arguments if word.startswith("--")} <= options
-        arguments = without_options(arguments)
+        is_sweep = is_sweep or "-m" in arguments
+        arguments = [word for word in without_options(arguments) if word != "-m"]
     if command == "runs":
         read_filters(arguments)
         return
