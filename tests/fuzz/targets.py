@@ -75,6 +75,7 @@ READERS = {
     "runs/manifest": ("manifest.json",),
     "runs/progress": ("environment.json", "config.yaml"),
     "runs/records": ("metrics.jsonl", "blocks.jsonl", "experts.jsonl", "summary.json", "evaluation.json"),
+    "runs/weights_and_biases": ("summary.json",),
     "slurm/cluster": ("cluster.yaml", "jobs"),
     "training/checkpoint/init_from": ("model.safetensors", "tokenizer.json"),
     "training/engine/deepspeed": ("model.safetensors",),

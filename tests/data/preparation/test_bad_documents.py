@@ -45,11 +45,11 @@ def test_all_files_that_cannot_be_read_are_named_at_once(local: Local, text_fold
 def test_a_file_without_permission_is_named_with_its_remedy(
     local: Local, text_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: str, *_: object) -> None:
-        raise PermissionError(13, "Permission denied", path)
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
 
     # root may read any file
-    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr("depthlm.files.os.open", refuse)
     file = TextFile("a.txt", str(text_folder / "a.txt"))
     with pytest.raises(
         DataError, match=r"^you may not read the file: .*a\.txt\. Change its permissions: chmod u\+r\.$"

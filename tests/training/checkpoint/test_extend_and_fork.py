@@ -222,7 +222,7 @@ def test_a_complete_run_without_its_checkpoints_warns_and_retrains_on_request(
     capfd.readouterr()
     assert train(depthlm.compose(overrides)) == 0
     output = capfd.readouterr().out
-    assert "This run is complete" in output
+    assert "This run was complete, and its last checkpoint is lost" in output
     assert "step-00000004 is missing" in output
     assert "resume=retrain" in output
     with pytest.raises(UserError, match=r"step-00000002: model.safetensors .* run=.* resume=retrain"):
