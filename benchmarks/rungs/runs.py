@@ -83,7 +83,7 @@ def device(scratch: Path, tiny: bool) -> Iterator[Results]:
         "driver": driver_version(),
         "nvidia_smi": settings,
         "cuda": torch.version.cuda,
-        "fast_precision": environment.fast_precision(kind),
+        "fast_precision": environment.fast_precision(kind, environment.MIN_BF16_WIDTH),
         "triton_missing": missing(kind),
         "copied_gb_per_second": 2 * copied / min(seconds["copy"]) / 1e9,
         "bf16_tflops": 2 * width**3 / min(seconds["product"]) / 1e12,
