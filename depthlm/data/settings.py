@@ -95,7 +95,12 @@ class Data(Source):
     )
     fraction: float = key(1.0, "train on this fraction of the prepared tokens, from the start", above=0, maximum=1)
     validation_fraction: float = key(
-        0.05, "share of the documents used for validation, chosen by a hash of their names", above=0, maximum=0.5
+        0.05, "share of the documents used for validation, chosen by a hash", above=0, maximum=0.5
+    )
+    held_out_by: Literal["content", "name"] = key(
+        "content",
+        "what the hash of a document is of. content: its text, so that copies are in the same split; name: its file, "
+        "as in depthlm 0.2, whose runs it repeats",
     )
     shuffle_seed: int | None = key(None, "seed of the order of the samples; null: the seed of the run", minimum=0)
     document_mask: Literal[False, True, "bos"] = key(

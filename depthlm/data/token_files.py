@@ -184,8 +184,8 @@ def settings(name: str, source: Source, data: Data) -> dict[str, Any]:
         result |= {"held_out": "all"}
     else:
         if (source.validation_split if is_remote(source) else source.validation_files) is None:
-            # documents are held out by a hash of their text
             result["validation_fraction"] = data.validation_fraction
+            result |= {"held_out_by": "name"} if data.held_out_by == "name" else {}
         if data.max_tokens is not None:
             result["max_tokens"] = quota(name, data)
     return result | {"shard_tokens": data.shard_tokens}

@@ -231,16 +231,19 @@ def first_mistakes(
                 yield f"{file.location}: {record.why}"
 
 
-def is_validation(text: str, fraction: float) -> bool:
-    """Return whether the document with this text is held out: true for a share `fraction` of all texts."""
-    return fraction >= 1 or (fraction > 0 and hash_share(text) < fraction)
+def is_validation(identity: str, fraction: float) -> bool:
+    """Return whether a document is held out: true for a share `fraction` of all. identity: its text or its name."""
+    return fraction >= 1 or (fraction > 0 and hash_share(identity) < fraction)
 
 
-def held_out_share(texts: Iterable[str], fraction: float) -> float:
-    """Return the fraction, raised where needed so that at least one document with these texts is held out."""
+def held_out_share(identities: Iterable[str], fraction: float) -> float:
+    """Return the fraction, raised where needed so that at least one document is held out.
+
+    identities: the texts of all documents, or their names.
+    """
     lowest = 1.0
-    for text in texts:
-        lowest = min(lowest, hash_share(text))
+    for identity in identities:
+        lowest = min(lowest, hash_share(identity))
         if lowest < fraction:
             return fraction
     return math.nextafter(lowest, 1.0)

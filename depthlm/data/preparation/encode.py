@@ -196,10 +196,13 @@ def held_out_fraction(files: TextFiles, text_field: str, cut: bool, data: Data) 
     """Return the share of documents to hold out: 0 with held-out files, else enough for at least one document."""
     if files.held_out is not None:
         return 0.0
-    longest = data.max_document_bytes
-    return held_out_share(
-        (text for _, text in documents(files.train, text_field, cut, longest)), data.validation_fraction
-    )
+    every_document = documents(files.train, text_field, cut, data.max_document_bytes)
+    return held_out_share((identity(name, text, data) for name, text in every_document), data.validation_fraction)
+
+
+def identity(name: str, text: str, data: Data) -> str:
+    """Return what decides whether a document is held out."""
+    return name if data.held_out_by == "name" else text
 
 
 def cut(text: str, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
@@ -263,7 +266,8 @@ def _pieces(job: Job, start: Position, one_file: bool) -> Iterator[tuple[Piece, 
                 ):
                     yield Piece(False, "", True, after, "held_out"), files_read, reader
                     continue
-                held_out, end = is_validation(record.text, fraction), len(record.text)
+                held_out = is_validation(identity(record.name, record.text, job.data), fraction)
+                end = len(record.text)
                 for before, text in cut(record.text, job.tokenizer):
                     end -= len(text)
                     yield Piece(held_out, text, not end, after, before=before), files_read, reader

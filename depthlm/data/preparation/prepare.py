@@ -20,7 +20,7 @@ from depthlm.data.corpora.documents import REASONS, documents, first_mistakes, i
 from depthlm.data.corpora.sources import all_sources, is_remote, text_files, train_sources
 from depthlm.data.manifest import Manifest, check_sizes
 from depthlm.data.preparation import progress as progress_file
-from depthlm.data.preparation.encode import Job, encode, encoded_batches, held_out_fraction
+from depthlm.data.preparation.encode import Job, encode, encoded_batches, held_out_fraction, identity
 from depthlm.data.preparation.estimate import check_disk_space
 from depthlm.data.preparation.parts import Part, encode_part, folder_of, missing_files, stored_batches
 from depthlm.data.preparation.progress import training_bar
@@ -112,7 +112,7 @@ def _text_for_training(data: Data) -> Iterator[str]:
         files, cut, field = text_files(name, source), _is_cut(source), source.text_field or ""
         fraction = held_out_fraction(files, field, cut, data)
         pairs = documents(files.train, field, cut, data.max_document_bytes)
-        train_pairs = ((document, text) for document, text in pairs if not is_validation(text, fraction))
+        train_pairs = ((name, text) for name, text in pairs if not is_validation(identity(name, text, data), fraction))
         yield from sample(train_pairs, sample_bytes(data.vocab_size), files.description.get("bytes"))
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from depthlm.data import Corpus, DataError, Manifest, open_corpus, prepare, token_folders, vocab_size
+from depthlm.data.corpora.documents import hash_share
 from depthlm.data.settings import Data, Source
 
 from ..conftest import WORDS
@@ -170,8 +171,16 @@ def test_of_a_few_documents_one_is_held_out(tmp_path: Path) -> None:
     (tmp_path / "few").mkdir()
     for name in "abcdefgh":
         (tmp_path / "few" / f"{name}.txt").write_text(name * 100)
-    manifest = Manifest.read(prepare(Data(name="local", source="few", validation_fraction=0.001))["local"])
+    data = Data(name="local", source="few", tokenizer="bytes", validation_fraction=0.001)
+    manifest = Manifest.read(prepare(data)["local"])
     assert (manifest.train.documents, manifest.validation["local"].documents) == (7, 1)
+    # by name, it is the one whose name has the lowest hash, whatever is in it
+    lowest = min("abcdefgh", key=lambda name: hash_share(f"{name}.txt"))
+    by_name = dataclasses.replace(data, held_out_by="name")
+    prepare(by_name)
+    assert token_folders(by_name) != token_folders(data)
+    (held_out,) = {*open_corpus(by_name).validation["local"].read(0, 100).tolist()}
+    assert held_out == ord(lowest)
 
 
 def test_a_short_file_is_cut_into_several_documents(tmp_path: Path) -> None:
