@@ -38,7 +38,7 @@ def test_a_run_is_recognised_as_complete_then_extended_and_varied(
     varied = train(f"run={base}", "optimizer.lr=0.01", six)
     assert varied.returncode == 0, varied.stderr
     beside = tmp_path / "mine-lr0.01-max_steps6"
-    assert f"a new run in {beside}" in varied.stdout
+    assert f"a new run, from scratch, in {beside}" in varied.stdout
     assert "optimizer.lr: the run has" in varied.stdout
     assert train(*small_run(six, "optimizer.lr=0.01", name="spelled_out")).returncode == 0
     assert losses(beside) == losses(tmp_path / "spelled_out")

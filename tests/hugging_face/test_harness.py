@@ -9,7 +9,7 @@ import yaml
 
 import depthlm
 from depthlm.hugging_face import export
-from depthlm.hugging_face.folder import as_causal_lm, as_tokenizer
+from depthlm.hugging_face.folder import as_causal_lm, as_tokenizer, unused_ids
 
 COMMON = {"dataset_path": "json", "test_split": "test", "doc_to_text": "{{question}}"}
 TASKS = {
@@ -38,11 +38,13 @@ def test_lm_eval_gives_an_export_the_scores_of_the_run(make_run: Callable[..., P
     run = make_run("model=mhc", "model/attention=moda", "data.document_mask=true")
     folder = export(run, tmp_path / "export").folder
     model, config = depthlm.load(run)
+    tokenizer, causal = as_tokenizer(run), as_causal_lm(model, config)
+    causal.generation_config.suppress_tokens = unused_ids(model, tokenizer)
     # without the harness's own tasks, which are thousands of files
     manager, found = TaskManager(include_path=str(tmp_path), include_defaults=False), []
     for lm in (
         HFLM(pretrained=str(folder), trust_remote_code=True, device="cpu", batch_size=3),
-        HFLM(pretrained=as_causal_lm(model, config), tokenizer=as_tokenizer(run), device="cpu", batch_size=3),
+        HFLM(pretrained=causal, tokenizer=tokenizer, device="cpu", batch_size=3),
     ):
         results = simple_evaluate(lm, tasks=[*TASKS], task_manager=manager, bootstrap_iters=0)
         found.append({task: [one["resps"] for one in rows] for task, rows in results["samples"].items()})

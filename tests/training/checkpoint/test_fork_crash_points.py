@@ -35,7 +35,7 @@ def test_a_crash_of_a_fork_loses_nothing_that_was_saved_and_leaves_its_source_va
 
     def check(folder: Path) -> None:
         read_manifest(checkpoint(folder / "source", START))
-        if int(folder.name.split()[1]) % 97 == 0:
+        if int(folder.name.split()[1]) % 61 == 0:
             # the paths of both runs are part of the configuration
             folder.rename(root)
             assert train(depthlm.compose(fork)) == 0
@@ -45,7 +45,7 @@ def test_a_crash_of_a_fork_loses_nothing_that_was_saved_and_leaves_its_source_va
     count, found = failures(root, tmp_path, check, start=START)
     print(f"{count} states, {len(resumed)} resumed")
     assert found == []
-    assert count > 500
+    assert count > 300
     assert len(resumed) > 5
 
 
