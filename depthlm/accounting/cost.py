@@ -107,16 +107,19 @@ def linear_flops(module: nn.Module) -> float:
 
 def gpu_hours(flops: float, mechanism: str) -> float:
     """Return the GPU hours of training FLOPs under the assumption that `assumption` states."""
-    return flops / (ASSUMED_FLOPS * MEASURED_MFU.get(mechanism, MEASURED_MFU["vanilla"])) / 3600
+    return flops / (ASSUMED_FLOPS * _assumed_mfu(mechanism)) / 3600
 
 
 def assumption(mechanism: str) -> str:
     """Return what the GPU hours of a mechanism assume."""
-    mfu = MEASURED_MFU.get(mechanism, MEASURED_MFU["vanilla"])
     source = f"as {mechanism} reached on an H200 at 1.5b"
     if mechanism not in MEASURED_MFU:
         source = f"which vanilla reached on an H200 at 1.5b; {mechanism} was not measured, and may be slower"
-    return f"on H100 GPUs at {mfu:.1%} of their {ASSUMED_FLOPS / 1e12:.0f} TFLOP/s, {source}"
+    return f"on H100 GPUs at {_assumed_mfu(mechanism):.1%} of their {ASSUMED_FLOPS / 1e12:.0f} TFLOP/s, {source}"
+
+
+def _assumed_mfu(mechanism: str) -> float:
+    return MEASURED_MFU.get(mechanism, MEASURED_MFU["vanilla"])
 
 
 def long_run_remark(config: Config) -> str:
