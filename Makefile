@@ -4,23 +4,30 @@ PYTHON ?= python3
 CONSTRAINTS ?= -c constraints.txt
 BIN := .venv/bin
 
-.PHONY: train test test-slow coverage gpu docs lint format install pins resolve clean
+.PHONY: train test test-slow release coverage gpu docs lint format install pins resolve clean
 
 train: .venv/.installed
 	$(BIN)/python train.py $(ARGS)
 
 # three processes keep two cores busy: many tests wait for other processes
 test: .venv/.installed-dev lint
-	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and not release" -n 3 --dist loadfile
 
 # two processes, since `make train`, which is one of these tests, computes on all cores
 test-slow: .venv/.installed-dev
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "slow and not release" -n 2 --dist loadfile --no-loadscope-reorder
+
+# what a release needs and a change does not wait for: three hours on two cores
+release: .venv/.installed-dev
+	$(BIN)/python -m pytest -m release -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m tests.ptx_machine
+	$(BIN)/python -m tests.fuzz
+	$(BIN)/python -m tests.chaos
 
 # the lines that no test runs. Measuring doubles the time of the tests, so `make test` does not; on Python 3.12 or newer,
 # COVERAGE_CORE=sysmon makes it faster
 coverage: .venv/.installed-dev
-	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile --cov=depthlm --cov-report=term:skip-covered
+	$(BIN)/python -m pytest -m "not slow and not release" -n 3 --dist loadfile --cov=depthlm --cov-report=term:skip-covered
 
 # a quarter of an hour on an H100 or H200; ARGS="--part 1" is half of it, ARGS=--list shows the rungs, and
 # ARGS=--rehearse needs no GPU
