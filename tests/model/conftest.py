@@ -104,11 +104,15 @@ def configuration(*overrides: str) -> Config:
 def decoder(*overrides: str, awake: bool) -> Decoder:
     model = depthlm.build_model(configuration(*overrides))
     initialize(model, seed=0, std=0.1)
+    return awaken(model) if awake else model
+
+
+def awaken(model: Decoder) -> Decoder:
+    """Add noise to the parameters of the connections, whose initial values may hide them."""
     generator = torch.Generator().manual_seed(1)
-    if awake:
-        with torch.no_grad():
-            for parameter in model.connections.parameters():
-                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    with torch.no_grad():
+        for parameter in model.connections.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
     return model
 
 

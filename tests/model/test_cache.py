@@ -1,6 +1,10 @@
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
+from depthlm.evaluation.generation import generate
 from depthlm.mechanisms.depth_attention import DepthAttention
 from depthlm.mechanisms.moda import Moda
 from depthlm.model.attention.context import KVCache
@@ -18,19 +22,6 @@ def test_update_appends_tokens_and_grows_the_cache():
         cache.advance(end - start)
     assert cache.length == 7
     assert cache.bytes() == 2 * 2 * 3 * 4 * 7 * 8 * 4
-
-
-@pytest.mark.parametrize("backbone", ["qwen3", "olmo2", "lm1b"])
-@pytest.mark.parametrize("loops", [1, 2])
-def test_sequence_in_pieces_with_cache_equals_full_sequence(make_decoder, backbone, loops):
-    model = make_decoder(backbone, num_heads=4, num_kv_heads=2, loops=loops)
-    tokens = torch.randint(0, 512, (2, 13), generator=torch.Generator().manual_seed(0))
-    cache = model.make_cache(4)
-    with torch.no_grad():
-        pieces = [model(piece, cache=cache) for piece in tokens.split([5, 1, 4, 1, 2], dim=1)]
-        torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens), atol=1e-4, rtol=1e-4)
-    assert cache.length == 13
-    assert cache.bytes() == 2 * 13 * loops * model.size.num_layers * 2 * model.size.num_kv_heads * 32 * 4
 
 
 def test_a_state_has_one_size_for_any_number_of_tokens(make_decoder):
@@ -53,3 +44,23 @@ def test_a_cache_of_latent_attention_holds_values_without_the_width_of_keys(make
         model(torch.zeros(2, 5, dtype=torch.long), cache=cache)
     # two sequences of five tokens in four layers with two heads: keys of 48, values of 32
     assert cache.bytes() == 4 * 2 * 5 * 4 * 2 * (48 + 32)
+
+
+def test_a_forward_pass_has_at_most_the_tokens_of_a_chunk(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, lengths = build("model=vanilla"), []
+    hidden = model.hidden
+
+    def counted(tokens_bt: Tensor, *rest: Any, **settings: Any) -> Tensor:
+        lengths.append(tokens_bt.shape[1])
+        return hidden(tokens_bt, *rest, **settings)
+
+    monkeypatch.setattr(model, "hidden", counted)
+    generate(model, torch.randint(320, (2, 17)), 3, prefill_chunk=6)
+    assert lengths == [6, 6, 5, 1, 1]
+
+
+def test_chunks_need_a_cache(build: Any) -> None:
+    model = build("model=vanilla")
+    for settings in ({"prefill_chunk": 0}, {"prefill_chunk": 4, "use_cache": False}):
+        with pytest.raises(ValueError, match="prefill_chunk"):
+            generate(model, torch.randint(320, (2, 17)), 1, **settings)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from depthlm.model import compile_sublayers
 
-from .conftest import BACKBONES, quick_first
+from .conftest import BACKBONES
 
 
 def batch(length=16, vocabulary=512, seed=0):
@@ -33,18 +33,6 @@ def assert_same(model, other, tolerance):
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_logits_depend_only_on_earlier_tokens(make_decoder, backbone):
-    model = make_decoder(backbone)
-    tokens, _ = batch()
-    changed = tokens.clone()
-    changed[:, 9] = (changed[:, 9] + 1) % 512
-    difference = (model(tokens) - model(changed)).abs().amax(dim=(0, 2))
-    # another number of tokens for an expert changes the order of its sums
-    assert difference[:9].max() <= (1e-5 if model.mixtures() else 0)
-    assert difference[9:].min() > 1e-4
-
-
-@pytest.mark.parametrize("backbone", BACKBONES)
 def test_loss_sums(make_decoder, backbone):
     model = make_decoder(backbone)
     tokens, targets = batch()
@@ -68,50 +56,6 @@ def test_loss_sums_add_up_over_micro_batches(make_decoder):
     whole, parts = model(tokens, targets), [model(tokens[i : i + 1], targets[i : i + 1]) for i in range(2)]
     for i in range(3):
         torch.testing.assert_close(whole[i], parts[0][i] + parts[1][i])
-
-
-@pytest.mark.parametrize("backbone", BACKBONES)
-def test_activation_checkpointing_changes_nothing(make_decoder, backbone):
-    model = make_decoder(backbone)
-    other = copy.deepcopy(model)
-    other.activation_checkpointing = True
-    assert_same(model, other, 0)
-
-
-@pytest.mark.parametrize(
-    ("backbone", "checkpointing"),
-    [
-        ("qwen3", True),
-        pytest.param("lm1b", False, marks=pytest.mark.slow),
-        pytest.param("moda_layers", False, marks=pytest.mark.slow),
-    ],
-)
-def test_compile_changes_nothing(make_decoder, backbone, checkpointing):
-    torch.compiler.reset()
-    model = make_decoder(backbone)
-    other = copy.deepcopy(model)
-    other.activation_checkpointing = checkpointing
-    compile_sublayers(other, backend="aot_eager")
-    assert other.state_dict().keys() == model.state_dict().keys()
-    assert_same(model, other, 1e-4)
-
-
-@pytest.mark.parametrize("backbone", quick_first(["olmo2", "lm1b"], ["olmo2"]))
-def test_compile_under_autocast_changes_nothing(make_decoder, backbone):
-    torch.compiler.reset()
-    model = make_decoder(backbone)
-    other = copy.deepcopy(model)
-    compile_sublayers(other, backend="aot_eager")
-    tokens, targets = batch()
-    losses = []
-    for one in (model, other):
-        with torch.autocast("cpu", torch.bfloat16):
-            losses.append(one(tokens, targets).nll)
-        losses[-1].backward()
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=0)
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        similarity = torch.nn.functional.cosine_similarity(mine.grad.flatten(), theirs.grad.flatten(), dim=0)
-        assert mine.grad.norm() == 0 or similarity > 0.999
 
 
 @pytest.mark.slow
@@ -150,16 +94,6 @@ def test_loops_repeat_the_same_layers(make_decoder, backbone):
         model.layers[i].load_state_dict(looped.layers[i % 2].state_dict())
     tokens, _ = batch()
     torch.testing.assert_close(looped(tokens), model(tokens))
-
-
-def test_bf16_autocast_is_near_fp32(make_decoder):
-    model = make_decoder()
-    expected, expected_grads = gradients(model, *batch(64))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        sums, grads = gradients(model, *batch(64))
-    torch.testing.assert_close(sums.nll, expected.nll, rtol=1e-2, atol=0)
-    for name, grad in grads.items():
-        assert F.cosine_similarity(grad.flatten(), expected_grads[name].flatten(), dim=0) > 0.98, name
 
 
 def test_odd_widths(make_decoder):

@@ -1,42 +1,28 @@
 """Properties that every preset of conf/model must have."""
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 import depthlm
 from depthlm.config import compose_anywhere
-from depthlm.evaluation import generate
 from depthlm.locations import CONF
 from depthlm.mechanisms.hyper_connections import State
-from depthlm.model import compile_sublayers
 from depthlm.model.attention.context import AttentionContext
 from depthlm.model.shape import SublayerSpec
 from depthlm.ops.moda.bank import depth_of
 
 from ..options import option
-from .conftest import BACKBONES, PRESETS, composed, quick_first
-from .gradients import assert_same, loss_and_gradients, random_batch
+from .conftest import PRESETS, composed
+from .gradients import loss_and_gradients, random_batch
 
 CONNECTIONS = sorted(path.stem for path in (CONF / "model/connection").glob("*.yaml"))
 ATTENTIONS = sorted(path.stem for path in (CONF / "model/attention").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_logits_depend_only_on_earlier_tokens(build: Any, preset: str) -> None:
-    model = build(f"model={preset}")
-    tokens, _ = random_batch()
-    changed = tokens.clone()
-    changed[:, 9] = (changed[:, 9] + 1) % 320
-    difference = (model(tokens) - model(changed)).abs().amax(dim=(0, 2))
-    assert difference[:9].max() == 0
-    assert difference[9:].min() > 0
 
 
 @pytest.mark.parametrize("connection", CONNECTIONS)
@@ -223,75 +209,32 @@ def test_depth_parameters_without_weight_decay(build: Any, preset: str) -> None:
             assert value == 0.1, name
 
 
-@pytest.mark.parametrize("how", [True, 3, "selective"])
-@pytest.mark.parametrize("preset", PRESETS)
-def test_activation_checkpointing_changes_nothing(build: Any, preset: str, how: bool | int | str) -> None:
-    model = build(f"model={preset}")
-    other = copy.deepcopy(model)
-    other.activation_checkpointing = how
-    assert_same(model, other, 0)
-
-
-# the compiled regions are those of the layers, so one connection of each kind is enough
-@pytest.mark.parametrize(
-    "preset",
-    quick_first(
-        ["mhc", "moda", "dca", "depth_attention", "denseformer", "gated_residual", "shared_kv", "mudd", "qwen4_exp"],
-        ["mhc", "moda", "gated_residual"],
-    ),
-)
-def test_compile_changes_nothing(build: Any, preset: str) -> None:
-    torch.compiler.reset()
-    model = build(f"model={preset}", "size.num_layers=2")
-    other = copy.deepcopy(model)
-    compile_sublayers(other, backend="aot_eager")
-    assert_same(model, other, 1e-3)
-
-
-@pytest.mark.parametrize("preset", quick_first(["mhc", "moda"], []))
-def test_compile_with_inductor_changes_nothing(build: Any, preset: str) -> None:
-    torch.compiler.reset()
-    model = build(f"model={preset}", "size.num_layers=2")
-    other = copy.deepcopy(model)
-    compile_sublayers(other)
-    assert_same(model, other, 1e-3)
-
-
-@pytest.mark.parametrize("loops", [1, 2])
-@pytest.mark.parametrize("preset", PRESETS)
-def test_greedy_generation_with_cache_equals_generation_without(build: Any, preset: str, loops: int) -> None:
-    model = build(f"model={preset}", f"model.loops={loops}", f"size.num_layers={4 // loops}").requires_grad_(False)
-    prompt = random_batch(7)[0]
-    expected = generate(model, prompt, 4, use_cache=False)
-    assert torch.equal(generate(model, prompt, 4), expected)
-    cache = model.make_cache()
-    logits = torch.cat([model(piece, cache=cache) for piece in expected.split((4, 1, 3, 3), dim=1)], dim=1)
-    torch.testing.assert_close(logits, model(expected), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_cache_has_the_size_of_a_vanilla_cache(build: Any, preset: str) -> None:
-    sizes = []
-    for name in (preset, "vanilla"):
-        model = build(f"model={name}")
+def test_a_cache_has_the_size_of_a_vanilla_cache(build: Any) -> None:
+    sizes = {}
+    for preset in PRESETS:
+        model = build(f"model={preset}")
         cache = model.make_cache()
-        model(random_batch()[0], cache=cache)
-        sizes.append(cache.bytes())
+        with torch.no_grad():
+            model(random_batch()[0], cache=cache)
+        sizes[preset] = cache.bytes()
     # two of the four layers reuse keys and values
-    assert sizes[0] == sizes[1] / (2 if preset == "shared_kv" else 1)
+    assert sizes.pop("shared_kv") == sizes["vanilla"] / 2
+    assert set(sizes.values()) == {sizes["vanilla"]}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_bf16_autocast_is_near_fp32(build: Any, preset: str) -> None:
-    model = build(f"model={preset}")
-    expected, expected_grads = loss_and_gradients(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss, grads = loss_and_gradients(model)
-    torch.testing.assert_close(loss, expected, rtol=2e-2, atol=0)
+@pytest.mark.parametrize("awake", [True, False])
+def test_bf16_is_near_fp32(build: Any, preset: str, awake: bool) -> None:
+    """awake: under autocast; else with all weights in bf16, as at ZeRO 1 and above."""
+    model = build(f"model={preset}", awake=awake)
+    expected, expected_grads = loss_and_gradients(copy.deepcopy(model))
+    with torch.autocast("cpu", torch.bfloat16, enabled=awake):
+        loss, grads = loss_and_gradients(model if awake else model.bfloat16())
+    torch.testing.assert_close(loss.float(), expected, rtol=2e-2, atol=0)
     largest = max(grad.norm() for grad in expected_grads.values())
     for name, grad in grads.items():
-        if expected_grads[name].norm() > 1e-3 * largest:
-            similarity = torch.nn.functional.cosine_similarity(grad.flatten(), expected_grads[name].flatten(), dim=0)
+        if expected_grads[name].norm() > 1e-2 * largest:
+            similarity = cosine_similarity(grad.float().flatten(), expected_grads[name].flatten(), dim=0)
             assert similarity > 0.95, name
 
 
@@ -303,63 +246,6 @@ def test_shared_parameters_have_the_same_initial_values(build: Any, preset: str)
         if name in ours:
             assert torch.equal(ours[name], parameter), name
     assert preset in ("dca", "mudd", "shared_kv") or set(dict(vanilla.named_parameters())) <= set(ours)
-
-
-def every_pair() -> Iterator[Any]:
-    """Every connection and attention on two backbones, the second of them slow; each of both on every backbone."""
-    for number, (connection, attention) in enumerate(product(CONNECTIONS, ATTENTIONS)):
-        for place in (number, number + 1):
-            marks = () if place == number else pytest.mark.slow
-            yield pytest.param(connection, attention, BACKBONES[place % len(BACKBONES)], marks=marks)
-
-
-@pytest.mark.parametrize(("connection", "attention", "backbone"), every_pair())
-def test_every_pair_has_gradients_on_two_backbones_with_loops(
-    build: Any, connection: str, attention: str, backbone: str
-) -> None:
-    model = build(
-        f"model/connection={connection}", f"model/attention={attention}", f"backbone={backbone}",
-        "model.loops=2", "size.num_layers=2",
-    )  # fmt: skip
-    model.activation_checkpointing = True
-    loss, grads = loss_and_gradients(model)
-    assert loss.isfinite()
-    assert all(grad.isfinite().all() for grad in grads.values())
-    assert all(grad.any() for name, grad in grads.items() if name.startswith("layers.1"))
-
-
-PAIRS = ["mhc depth_attention", "dca moda", "attention_residuals moda", "hyper_connections depth_attention"]
-
-
-@pytest.mark.parametrize("pair", quick_first(PAIRS, PAIRS[:1]))
-def test_pairs_generate_with_a_cache_and_compile(build: Any, pair: str) -> None:
-    connection, attention = pair.split()
-    model = build(
-        f"model/connection={connection}", f"model/attention={attention}", "backbone=olmo2", "model.loops=2",
-        "size.num_layers=2",
-    )  # fmt: skip
-    prompt = random_batch(7)[0]
-    assert torch.equal(generate(model, prompt, 6), generate(model, prompt, 6, use_cache=False))
-    torch.compiler.reset()
-    other = copy.deepcopy(model)
-    compile_sublayers(other, backend="aot_eager")
-    assert_same(model, other, 1e-3)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_bf16_weights_are_near_fp32(build: Any, preset: str) -> None:
-    """At ZeRO 1 and above, all weights are in bf16."""
-    model = build(f"model={preset}", awake=False)
-    expected, expected_grads = loss_and_gradients(copy.deepcopy(model))
-    loss, grads = loss_and_gradients(model.bfloat16())
-    torch.testing.assert_close(loss.float(), expected, rtol=2e-2, atol=0)
-    largest = max(grad.norm() for grad in expected_grads.values())
-    for name, grad in grads.items():
-        if expected_grads[name].norm() > 1e-2 * largest:
-            similarity = torch.nn.functional.cosine_similarity(
-                grad.float().flatten(), expected_grads[name].flatten(), dim=0
-            )
-            assert similarity > 0.95, name
 
 
 @pytest.mark.slow

@@ -69,13 +69,6 @@ def test_graph_with_recomputation_supports_two_backward_passes(build: Any, prese
     torch.testing.assert_close(first, second)
 
 
-@pytest.mark.parametrize("preset", ["attention_residuals", "denseformer", "dca"])
-def test_activation_checkpointing_recomputes_phases(build: Any, preset: str) -> None:
-    model, recomputed = (build(f"model={preset}", LAYERS).double() for _ in range(2))
-    recomputed.activation_checkpointing = True
-    assert_same(model, recomputed, tolerance=1e-9)
-
-
 @pytest.mark.parametrize("preset", ["attention_residuals", "attention_residuals_recency", "denseformer", "dca"])
 def test_the_state_without_what_is_read_ahead_equals_that_of_separate_reads(build: Any, preset: str) -> None:
     together, alone = build(f"model={preset}", LAYERS), build(f"model={preset}", LAYERS)
