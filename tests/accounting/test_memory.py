@@ -15,7 +15,7 @@ from depthlm.accounting.tracing import trace
 from depthlm.config import mechanisms
 from depthlm.data import prepare
 
-from .conftest import configuration
+from ..options import configuration
 
 FAST = ["dca", "moda"]
 PRESETS = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in mechanisms()]

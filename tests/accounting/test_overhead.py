@@ -18,7 +18,7 @@ from depthlm.config import mechanisms
 from depthlm.locations import REPOSITORY
 from depthlm.model import Decoder
 
-from .conftest import configuration
+from ..options import configuration
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

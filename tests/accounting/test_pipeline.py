@@ -14,7 +14,7 @@ from depthlm.config import mechanisms
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
 
-from .conftest import configuration
+from ..options import configuration
 
 # size micro with grouped queries, 32 layers
 SHAPE = ["size=micro", "size.num_layers=32", "size.num_heads=4", "size.num_kv_heads=2", "size.head_size=8"]

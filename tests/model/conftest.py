@@ -1,7 +1,6 @@
 import copy
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,11 +15,11 @@ from depthlm.model.decoder import Decoder
 from depthlm.model.parameters import initialize
 from depthlm.model.shape import Backbone, Size
 
+from .. import options
 from ..options import option
 
 PRESETS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 BACKBONES = ["qwen3", "olmo2", "moda_layers", "lm1b", "qwen3_moe", "kimi_linear"]
-PARTS = ["connection", "attention"]
 # the overrides of a small decoder, for `build`
 SHAPE = [
     "size=micro", "size.num_layers=4", "size.hidden_size=32", "size.intermediate_size=48", "size.num_heads=4",
@@ -75,29 +74,9 @@ def quick_first(names: Iterable[str], quick: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
-@functools.cache
-def composed(*overrides: str) -> Config:
-    return depthlm.compose([*SHAPE, *overrides])
-
-
 def configuration(*overrides: str) -> Config:
-    """Return the configuration of a small decoder. Composing takes longer than building, so it is not repeated for
-    every backbone, number of loops and layers, and pair of a connection and an attention."""
-    given = dict(override.split("=", 1) for override in overrides)
-    direct = {"backbone": "qwen3", "model.loops": "1", "size.num_layers": "4"}
-    parts = [part for part in PARTS if f"model/{part}" in given]
-    # Hydra composes a part whose settings change
-    parts = [part for part in parts if not any(key.startswith(f"model.{part}.") for key in given)]
-    known = {*direct, *(f"model/{part}" for part in parts)}
-    config = composed(*(f"{key}={value}" for key, value in given.items() if key not in known))
-    direct |= {key: value for key, value in given.items() if key in direct}
-    mechanism = {part: option(f"model/{part}", given[f"model/{part}"]) for part in parts}
-    return replace(
-        config,
-        backbone=replace(config.backbone, **option("backbone", direct["backbone"])),
-        model=replace(config.model, loops=int(direct["model.loops"]), **mechanism),
-        size=replace(config.size, num_layers=int(direct["size.num_layers"])),
-    )
+    """Return the configuration of a small decoder."""
+    return options.configuration(*SHAPE, *overrides)
 
 
 @functools.cache

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 import depthlm
@@ -19,9 +18,9 @@ from depthlm.locations import CONF
 from depthlm.model import Decoder, compile_sublayers
 from depthlm.model.parameters import initialize
 
-from ..options import option
+from ..options import mechanism, option, parts_of
 from ..pairs import Row, covering
-from .conftest import BACKBONES, PRESETS, awaken, composed
+from .conftest import BACKBONES, PRESETS, awaken, configuration
 
 END, LENGTH = 7, 17
 # where documents end in each row
@@ -33,13 +32,7 @@ MIXERS = {
 }
 
 
-def parts(preset: str) -> dict[str, str]:
-    """Return the connection and the attention that a preset begins with."""
-    defaults = yaml.safe_load((CONF / f"model/{preset}.yaml").read_text())["defaults"]
-    return {key: value for part in defaults if isinstance(part, dict) for key, value in part.items()}
-
-
-ATTENTIONS = ["vanilla", *(name for name in PRESETS if parts(name)["attention"] != "self_attention")]
+ATTENTIONS = ["vanilla", *(name for name in PRESETS if parts_of(name)["attention"] != "self_attention")]
 IN_PRESETS = [name for name in PRESETS if name not in ATTENTIONS[1:]]
 FURTHER = sorted({path.stem for path in (CONF / "model/connection").glob("*.yaml")} - {*PRESETS, "residual"})
 CONNECTIONS = IN_PRESETS + FURTHER
@@ -61,23 +54,17 @@ CASES = covering(allowed, **AXES)
 
 @functools.cache
 def built(connection: str, backbone: str, attention: str, mixers: str, loops: int) -> Decoder:
-    config = composed()
+    config = configuration(f"model.loops={loops}", f"size.num_layers={4 // loops}", "size.num_experts=4")
     changes = MIXERS[mixers] | ({"mixers": ["delta", "latent"]} if backbone == "kimi_linear" else {})
-    of_connection = (
-        option("model/connection", connection)
-        if connection in FURTHER
-        else composed(f"model={connection}").model.connection
-    )
+    further = connection in FURTHER
+    parts = {
+        "connection": option("model/connection", connection) if further else mechanism(connection)["connection"],
+        "attention": mechanism(attention)["attention"],
+    }
     config = replace(
         config,
         backbone=replace(config.backbone, **option("backbone", backbone) | changes),
-        model=replace(
-            config.model,
-            connection=of_connection,
-            attention=composed(f"model={attention}").model.attention,
-            loops=loops,
-        ),
-        size=replace(config.size, num_layers=4 // loops, num_experts=4),
+        model=replace(config.model, **parts),
     )
     model = depthlm.build_model(config)
     initialize(model, seed=0, std=0.1)
