@@ -33,7 +33,7 @@ def test_json_has_the_documented_fields_and_the_tables_the_same_numbers(
     assert summary["flops_per_token"] == 3 * summary["forward_flops_per_token"]
     assert set(summary["memory_per_gpu"]) == {"zero0", "zero1", "zero2", "zero3"}
     assert summary["tokens"] >= 32 * 10**9
-    print_summary(compose_anywhere(overrides + ["size.num_layers=1"]), 1, as_json=False)
+    print_summary(compose_anywhere([*overrides, "size.num_layers=1"]), 1, as_json=False)
     text = capsys.readouterr().out
     assert f"{summary['parameters']['embedding']:,}" in text
     assert "zero3" in text
