@@ -1,25 +1,26 @@
-"""Every preset reaches the same loss with fused kernels, in PyTorch and with the definitions of its operators."""
+"""Decoders compute the same with fused kernels, in PyTorch, with the definitions of their operators, and with streams
+that the backward pass computes again."""
 
+import copy
 import os
 from typing import Any
 
 import pytest
 import torch
 
-from .gradients import assert_same
+from depthlm.mechanisms import hyper_connections, mhc
+from depthlm.model import compile_sublayers
+
+from .gradients import assert_same, loss_and_gradients
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # one preset of each fused operator
 QUICK = ("attention_residuals_recency", "dca", "denseformer", "depth_attention", "hyper_connections", "mhc", "moda")
-# test_fused_streams has four streams and all iterations too
+# test_streams_with_triton has more streams and all iterations
 FEWER = {
     "hyper_connections": ["model.connection.num_streams=2"],
     "mhc": ["model.connection.num_streams=2", "model.connection.iterations=3"],
 }
-# presets without a fused operator are not tested
-SHIPPED = ("attention_residuals_inkling2", "mhc_deepseek_v4", "mhc_hunyuan_v4")
-FUSED = (*QUICK, "attention_residuals", "attention_residuals_full", "grn_v1", "grn_v3", *SHIPPED)
-# the others run the kernels of these
 DISTINCT = (*QUICK, "attention_residuals")
 needs_triton = pytest.mark.skipif(
     DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU, and Triton's interpreter is off"
@@ -45,7 +46,7 @@ def losses(build: Any, preset: str, kernels: str, steps: int, learning_rate: flo
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("preset", FUSED)
+@pytest.mark.parametrize("preset", QUICK)
 def test_the_definitions_give_the_same_gradients(build: Any, preset: str) -> None:
     torch_model, naive = (build(f"model={preset}", "size.num_layers=5").double() for _ in range(2))
     torch_model.kernels, naive.kernels = "torch", "naive"
@@ -66,3 +67,57 @@ def test_four_steps_equal_pytorch(build: Any, preset: str) -> None:
     fused, plain = (losses(build, preset, kernels, 4, 2e-3) for kernels in ("triton", "torch"))
     torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4)
     assert fused[-1] < 0.9 * fused[0]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("preset", "streams", "checkpointing"),
+    [
+        ("hyper_connections", 2, True),
+        ("mhc_deepseek_v4", 3, False),
+        pytest.param("hyper_connections", 4, False, marks=pytest.mark.slow),
+        pytest.param("mhc", 4, True, marks=pytest.mark.slow),
+        pytest.param("mhc_hunyuan_v4", 3, True, marks=pytest.mark.slow),
+    ],
+)
+def test_streams_with_triton_equal_those_with_pytorch(
+    build: Any, preset: str, streams: int, checkpointing: bool
+) -> None:
+    model = build(f"model={preset}", f"model.connection.num_streams={streams}", "size.num_layers=2")
+    model.activation_checkpointing = checkpointing
+    compare(model, copy.deepcopy(model))
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["hyper_connections", "mhc"])
+def test_compiled_sublayers_with_triton_equal_pytorch(build: Any, preset: str) -> None:
+    torch.compiler.reset()
+    model = build(f"model={preset}", "size.num_layers=2")
+    other = copy.deepcopy(model)
+    compile_sublayers(other, backend="aot_eager")
+    compare(model, other)
+
+
+def compare(model: Any, other: Any) -> None:
+    model.kernels, other.kernels = "torch", "triton"
+    (expected, expected_grads), (loss, grads) = (loss_and_gradients(m, length=5) for m in (model, other))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    for name, grad in grads.items():
+        assert (grad - expected_grads[name]).abs().max() <= 1e-4 * expected_grads[name].abs().max() + 1e-7, name
+
+
+@pytest.mark.parametrize("name", ["mhc", "hyper_connections"])
+def test_a_decoder_that_rebuilds_has_the_same_gradients(build: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(f"model={name}", "size.num_layers=6")
+    tokens = torch.arange(12).view(2, 6)
+    results = []
+    for rebuilds in (False, True):
+        for module in (hyper_connections, mhc):
+            monkeypatch.setattr(module, "rebuilds", lambda *_, rebuilds=rebuilds: rebuilds)
+        model.zero_grad()
+        model(tokens[:, :-1], tokens[:, 1:]).nll.backward()
+        results.append({key: parameter.grad.clone() for key, parameter in model.named_parameters()})
+    plain, rebuilt = results
+    for key in plain:
+        assert torch.equal(plain[key], rebuilt[key]), key
