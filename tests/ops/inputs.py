@@ -22,10 +22,3 @@ def assert_close(names: Iterable[str], found: list[Tensor], expected: list[Tenso
     """Compare tensors. The tolerance is relative to the largest number of each tensor."""
     for name, x, y in zip(names, found, expected, strict=False):
         assert (x.double() - y).abs().max() <= tolerance * max(1.0, y.abs().max().item()), name
-
-
-def assert_same_gradients(found: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
-    """Compare two results, and their gradients with respect to the inputs."""
-    torch.testing.assert_close(found, expected)
-    along = normal(*expected.shape, seed=50).detach()
-    torch.testing.assert_close(torch.autograd.grad(found, inputs, along), torch.autograd.grad(expected, inputs, along))

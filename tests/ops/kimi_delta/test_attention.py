@@ -74,8 +74,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("with_state", [False, True])
-@pytest.mark.parametrize("share", [None, 0.0, 0.3])
+@pytest.mark.parametrize(("share", "with_state"), [(None, True), (0.0, False), (0.3, True)])
 def test_fla_gets_documents_as_sequences(share: float | None, with_state: bool, ran: list[str]) -> None:
     *arguments, state = (x.detach().float() for x in inputs(B, T, 2, 4, 3))
     documents = None if share is None else starts(B, T, share, seed=4)

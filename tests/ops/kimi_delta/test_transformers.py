@@ -28,20 +28,13 @@ def test_delta_attention(kimi, function: str) -> None:
     torch.testing.assert_close(chunked(*arguments), expected, rtol=0, atol=1e-5)
 
 
-def test_short_convolution(kimi) -> None:
-    x, weight = normal(B, T, C).detach(), normal(C, 4, seed=1).detach()
+def test_convolution_and_norms(kimi) -> None:
+    x, gate, weight = (normal(*shape, seed=i).detach() for i, shape in enumerate([(B, T, C), (B, T, C), (C, 4)]))
     expected = unwrap(kimi.causal_conv1d_fn)(x.mT, weight, activation="silu").mT
     torch.testing.assert_close(short_convolution(x, weight)[0], expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gated_rms_norm(kimi, dtype: torch.dtype) -> None:
-    x, gate = (normal(B, T, C, seed=i).detach().to(dtype) for i in range(2))
+    torch.testing.assert_close(l2_norm(x), kimi.l2norm(x))
     norm = kimi.KimiLinearRMSNormGated(C, eps=1e-5)
     norm.weight.data.copy_(normal(C, seed=2))
-    torch.testing.assert_close(gated_rms_norm(x, gate, norm.weight, 1e-5), norm(x, gate))
-
-
-def test_l2_norm(kimi) -> None:
-    x = normal(B, T, C).detach()
-    torch.testing.assert_close(l2_norm(x), kimi.l2norm(x))
+    for dtype in (torch.float32, torch.bfloat16):
+        low = [y.to(dtype) for y in (x, gate)]
+        torch.testing.assert_close(gated_rms_norm(*low, norm.weight, 1e-5), norm(*low))

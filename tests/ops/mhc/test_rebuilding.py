@@ -47,13 +47,12 @@ def mhc_chain(x: Tensor, weights: list[Tensor], rebuild: bool) -> Tensor:
 
 
 SHAPES = {hyper_connections_chain: (N + 2, D), mhc_chain: (N * (N + 2), N * D)}
-CHAINS = [
-    *((chain, "torch") for chain in SHAPES),
-    pytest.param(mhc_chain, "triton", marks=pytest.mark.slow),
-]
 
 
-@pytest.mark.parametrize(("chain", "kernels"), CHAINS)
+@pytest.mark.parametrize(
+    ("chain", "kernels"),
+    [*((chain, "torch") for chain in SHAPES), pytest.param(mhc_chain, "triton", marks=pytest.mark.slow)],
+)
 def test_gradients_are_the_same_and_few_streams_are_saved(chain: Any, kernels: str) -> None:
     if kernels == "triton":
         pytest.importorskip("triton")

@@ -48,8 +48,7 @@ def loss(tensors: list[Tensor], banked: bool, slots: int | None = None, recomput
     return x.square().sum()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("slots", [None, 1, 2, 3])
+@pytest.mark.parametrize(("slots", "recompute"), [(None, False), (None, True), (1, False), (3, True)])
 def test_gradients_equal_those_of_separate_entries(slots: int | None, recompute: bool) -> None:
     tensors = weights()
     expected = torch.autograd.grad(loss(tensors, False, slots), tensors, allow_unused=True)
@@ -70,7 +69,7 @@ def test_backward_passes_through_the_same_graph_start_again() -> None:
     assert all(x is y or torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("frozen", [slice(0, 11), slice(6, 11), slice(12, 13)])
+@pytest.mark.parametrize("frozen", [slice(0, 11), slice(12, 13)])
 def test_some_tensors_are_frozen(frozen: slice) -> None:
     tensors = weights()
     for x in tensors[frozen]:
