@@ -65,7 +65,7 @@ def test_equal_losses_with_graphs_pass(stub: Any) -> None:
     assert [len(each.batches) for each in trained] == [3, 3]
 
 
-@pytest.mark.parametrize("losses", [[3.0, 2.0, 1.0 + 1e-7], [3.0, float("nan"), 1.0]])
+@pytest.mark.parametrize("losses", [[3.0, 2.0, 1.0 + 1e-7], [3.0, float("nan"), 1.0]], ids=["other", "nan"])
 def test_any_other_loss_fails_and_shows_whether_steps_without_graphs_repeat(stub: Any, losses: list[float]) -> None:
     trained = stub(losses, [3.0, 2.0, 1.0], None)
     line = graphs.check_graphs(["model=mhc"], steps=3)
@@ -96,11 +96,10 @@ def test_a_line_that_fails_or_ends_its_process_does_not_cost_the_others(tmp_path
     assert "a fault" in lines[2]["error"]
 
 
-def test_annotations_of_the_profiler_are_no_kernels() -> None:
+def test_annotations_of_the_profiler_are_no_kernels_and_those_of_depth_are_known() -> None:
     def event(key: str, is_annotation: bool, device: DeviceType = DeviceType.CUDA, time: float = 5.0) -> Any:
-        return SimpleNamespace(
-            key=key, is_user_annotation=is_annotation, device_type=device, self_device_time_total=time
-        )
+        given = {"is_user_annotation": is_annotation, "device_type": device, "self_device_time_total": time}
+        return SimpleNamespace(key=key, **given)
 
     assert is_kernel(event("mhc_forward", False))
     assert not is_kernel(event("Optimizer.step#AdamW.step", False))
@@ -108,8 +107,7 @@ def test_annotations_of_the_profiler_are_no_kernels() -> None:
     assert not is_kernel(event("aten::mm", False, DeviceType.CPU))
     assert not is_kernel(event("nothing", False, time=0.0))
 
-
-def test_depth_kernels_begin_with_the_name_of_their_operator() -> None:
+    # kernels of depth mechanisms begin with the name of their operator
     ours = ("attention_residuals_one_backward", "dca_source_grads", "moda_forward", "reads_write_table")
     assert all(re.match(depth_kernels(), name) for name in ours)
     others = ("cross_entropy_forward", "triton_poi_fused_mul_silu_1", "_ZN2at6native", "modal_x", "Memcpy DtoD")

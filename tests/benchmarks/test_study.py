@@ -31,14 +31,10 @@ def records() -> page.Records:
 
 
 def test_the_tables_of_the_page_are_those_of_the_records(records: page.Records) -> None:
-    text = page.PAGE.read_text()
+    text, of_transfer = page.PAGE.read_text(), transfer.PAGE.read_text()
     assert page.with_blocks(text, page.blocks(records)) == text, "run `python benchmarks/study/page.py`"
-
-
-def test_the_tables_on_transfer_are_those_of_the_records() -> None:
-    text, checked = transfer.PAGE.read_text(), json.loads(transfer.COORDINATES.read_text())
-    blocks = transfer.blocks(archive.rows_of("transfer"), checked)
-    assert page.with_blocks(text, blocks) == text, "run `python benchmarks/study/transfer.py`"
+    blocks = transfer.blocks(archive.rows_of("transfer"), json.loads(transfer.COORDINATES.read_text()))
+    assert page.with_blocks(of_transfer, blocks) == of_transfer, "run `python benchmarks/study/transfer.py`"
 
 
 def test_the_sizes_are_compared_for_the_mechanisms_that_the_depths_leave_in_question(records: page.Records) -> None:
@@ -70,7 +66,7 @@ def nested(settings: dict[str, object]) -> object:
     return OmegaConf.to_container(config)
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.release)])
 def test_the_recorded_runs_trained_as_their_experiments_say(every: bool) -> None:
     compared = 0
     for experiment in archive.EXPERIMENTS:
@@ -123,7 +119,7 @@ def test_a_choice_is_read_from_the_records_where_the_runs_are_gone(
     assert sweep_points(sweep, read=partial(archive._recorded_or_read, lines | {names[2]: line}))[-1] == chosen
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_points_of_the_page_repeat_to_the_last_digit(tmp_path: Path, records: page.Records) -> None:
     here = archive.place(environment.describe("cpu"))
     # processors of one name may have other vector instructions, with which the last digits differ
@@ -136,8 +132,7 @@ def test_the_points_of_the_page_repeat_to_the_last_digit(tmp_path: Path, records
         overrides = [*point.overrides, f"output_dir={tmp_path / 'run'}"]
         subprocess.run([sys.executable, ROOT / "train.py", *overrides], cwd=ROOT, check=True)
         summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-        assert summary["validation_loss"] == line["summary"]["validation_loss"]
-        assert summary["training_loss"] == line["summary"]["training_loss"]
+        assert all(summary[name] == line["summary"][name] for name in ("validation_loss", "training_loss"))
 
 
 def test_the_points_of_the_page_are_of_different_processors(records: page.Records) -> None:
