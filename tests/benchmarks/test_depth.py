@@ -94,15 +94,12 @@ def test_vanilla_with_more_parameters_lies_on_the_power_law_through_its_neighbou
     assert without(study, ("vanilla, widest", 48)).vanilla_with(48, 1200) == {}
 
 
-def test_differences_at_equal_parameters_are_from_a_larger_vanilla() -> None:
+def test_differences_at_equal_parameters_are_from_a_larger_vanilla_and_a_group_waits_for_all_mechanisms() -> None:
     study = made_up()
     study = replace(study, parameters=dict.fromkeys(study.losses, 2000) | {("vanilla", n): 1000 for n in LAYERS})
     gaps, equal = (study.gaps("mudd", equal) for equal in (False, True))
     base = study.losses["vanilla", 12]["1"]
     assert equal[12, "1"] - gaps[12, "1"] == pytest.approx(0.1 * base)
-
-
-def test_a_group_waits_for_all_of_its_mechanisms() -> None:
     gaps = group_gaps(without(made_up(), ("dca", 24)), depth.LEARNED)
     assert {layers for layers, _ in gaps} == {6, 12, 48}
     others = [made_up().gaps(model)[6, "1"] for model in depth.LEARNED]
@@ -122,26 +119,19 @@ def test_a_mechanism_left_out_at_a_depth_does_not_turn_its_level_into_a_slope_of
 def test_a_mechanism_is_in_question_if_its_mean_may_be_zero_or_its_sign_changes() -> None:
     level = {(n, seed): 0.05 + 0.001 * float(seed) for n, seed in itertools.product(LAYERS, SEEDS)}
     study = made_up()
-    cases = {
-        "better": ({place: -gap for place, gap in level.items()}, False),
-        "worse": (level, False),
-        "both": ({place: gap if place[0] > 6 else -0.01 for place, gap in level.items()}, True),
-        "unclear": ({(n, seed): -0.19 + 0.1 * float(seed) for n, seed in level}, True),
-        "incomplete": ({place: gap for place, gap in level.items() if place[0] < 48}, False),
-    }
-    for gaps, is_open in cases.values():
-        assert depth.is_in_question(study, gaps) is is_open
+    better, incomplete = {place: -gap for place, gap in level.items()}, {x: y for x, y in level.items() if x[0] < 48}
+    assert not any(depth.is_in_question(study, gaps) for gaps in (level, better, incomplete))
+    changing = {place: gap if place[0] > 6 else -0.01 for place, gap in level.items()}
+    unclear = {(n, seed): -0.19 + 0.1 * float(seed) for n, seed in level}
+    assert all(depth.is_in_question(study, gaps) for gaps in (changing, unclear))
 
 
-def test_the_mean_over_depths_has_the_deviation_within_depths() -> None:
+def test_the_means_over_depths_and_over_mechanisms_have_intervals_of_student() -> None:
     gaps = {(n, seed): 0.1 * place + 0.01 * float(seed) for place, n in enumerate(LAYERS) for seed in SEEDS}
     found = depth.over_depths(made_up(), gaps)
     assert found is not None
     # the table of Student's t for eight degrees of freedom
     assert (found.mean, found.high - found.mean) == pytest.approx((0.17, 2.306 * 0.01 / math.sqrt(12)), rel=1e-3)
-
-
-def test_the_interval_of_a_group_over_its_mechanisms_is_students() -> None:
     found = depth.over_mechanisms([depth.Difference(x, x, x, 12, False) for x in (0.1, 0.2, 0.6)])
     assert found is not None
     # the table of Student's t for two degrees of freedom
@@ -182,15 +172,12 @@ def sweep() -> Sweep:
     return sweep_of("depth")
 
 
-def test_every_mechanism_of_the_experiment_is_in_a_group(sweep: Sweep) -> None:
+def test_every_mechanism_of_the_experiment_is_in_a_group_with_its_parameters(sweep: Sweep) -> None:
     study = depth.study_of(sweep)
     assert {name for name, _ in study.planned} == {"vanilla", *EVERY, *depth.WIDER}
     assert study.layers == [*LAYERS]
-
-
-def test_parameters_are_those_of_each_mechanism(sweep: Sweep) -> None:
     known = {"vanilla": 330_192, "vanilla, wider": 496_080, "embedding_skip": 330_216, "mhc": 446_040, "mudd": 357_530}
-    found = {name: count for (name, layers), count in depth.study_of(sweep).parameters.items() if layers == 12}
+    found = {name: count for (name, layers), count in study.parameters.items() if layers == 12}
     assert found["vanilla"] == known["vanilla"]
     assert {name: count for name, count in found.items() if name in known}.items() <= known.items()
 

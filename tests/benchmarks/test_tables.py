@@ -76,6 +76,7 @@ def test_the_pages_have_the_committed_results(script: Any, results: str, page: s
     assert script.markdown(measured) in (REPOSITORY / page).read_text()
 
 
+@pytest.mark.slow
 def test_the_host_is_timed_without_a_gpu(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     output = tmp_path / "host.json"

@@ -42,7 +42,7 @@ def assert_same(logits: Tensor, tolerance: float) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * largest)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(rows=st.integers(1, 40), vocabulary=st.integers(1, 70), scale=st.sampled_from([0.1, 5.0, 300.0]))
 def test_losses_and_gradients_equal_the_reference(rows: int, vocabulary: int, scale: float) -> None:
     # the softmax of the backward pass has the rounding error of the log-sum-exp, which grows with the logits

@@ -42,7 +42,7 @@ def assert_same(inputs: list[Tensor], grad: Tensor, tolerance: float = 1e-5) -> 
         torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     n=st.integers(1, 7), kv_heads=st.integers(1, 3), groups=st.integers(1, 8), t=st.integers(1, 9),
     e=st.integers(1, 40),

@@ -15,7 +15,7 @@ from ..inputs import assert_close
 from .inputs import NAMES, inputs, results, starts
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     b=st.integers(1, 3), t=st.integers(1, 40), h=st.integers(1, 3), d=st.integers(1, 5), e=st.integers(1, 5),
     chunk=st.sampled_from([1, 8, 16, CHUNK]), strongest=st.sampled_from([0.0, 0.1, 2.0, 100.0]),

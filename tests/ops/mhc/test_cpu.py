@@ -63,7 +63,7 @@ def test_normed_projection(n: int, w: int, m: int, eps: float) -> None:
     assert torch.autograd.gradcheck(lambda x, weight: normed_projection(x, weight, eps), (x, weight))
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(n=st.integers(1, 5), iterations=st.integers(1, 6), eps=st.sampled_from([0.0, 1e-6, 0.1]))
 def test_sinkhorn(n: int, iterations: int, eps: float) -> None:
     logits = normal(2, 3, n, n)

@@ -49,7 +49,7 @@ def assert_same(inputs: list[Tensor], tolerance: float = 1e-5, fresh: int = 0) -
         torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(
     n=st.integers(1, 7), kv_heads=st.integers(1, 3), groups=st.integers(1, 9), t=st.integers(1, 9),
     e=st.integers(1, 40), fresh=st.integers(0, 7),
