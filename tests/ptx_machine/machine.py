@@ -270,9 +270,7 @@ class Group:
                 self.mask = None if self.mask.all() else self.mask
                 self.special = {name: x[self.rows] for name, x in self.all_special.items()}
             last = self.execute(index)
-            if (self.together is None and self.finish(index, last)) or (
-                self.together is not None and self.continue_(index, last)
-            ):
+            if (self.finish if self.together is None else self.continue_)(index, last):
                 return
             if chance is not None and chance.random() < 0.3:
                 return
@@ -305,28 +303,18 @@ class Group:
         """Move all lanes. Return whether they have to stop."""
         if last is None:
             self.together = index + 1
-        elif last.name == "bra":
+            return False
+        if last.name == "bra":
             taken = None if last.guard is None else self.value(last.guard[0]) == last.guard[1]
-            if taken is None or taken.all():
-                self.together = self.target(last)
-            elif not taken.any():
-                self.together = index + 1
-            else:
-                self.at[:] = np.where(taken, self.target(last), index + 1)
-                self.together = None
-        elif last.guard is not None:
-            raise Unknown(f"line {last.line}: {last.text}")
-        elif last.name in ("ret", "exit"):
-            self.at[:], self.together = END, None
-        elif last.name in ("bar", "barrier") and self.whole:
+            if taken is None or taken.all() or not taken.any():
+                self.together = self.target(last) if taken is None or taken.all() else index + 1
+                return False
+        elif last.name in ("bar", "barrier") and last.guard is None and self.whole:
             self.keys += (1 << 20) + 1
             self.together = index + 1
-        elif last.name in ("bar", "barrier"):
-            self.at[:], self.together = index + 1, None
-            self.waiting[:] = True
-        else:
-            raise Unknown(f"line {last.line}: {last.text}")
-        return self.together is None and (self.waiting.all() or (self.at == END).all())
+            return False
+        self.together = None
+        return self.finish(index, last)
 
     def finish(self, index, last) -> bool:
         """Move the lanes that ran. Return whether all have to stop."""
@@ -338,12 +326,12 @@ class Group:
             taken = lanes if last.guard is None else lanes & (self.value(last.guard[0]) == last.guard[1])
             self.at[lanes] = index + 1
             self.at[taken] = self.target(last)
-        elif last.guard is not None:
-            raise Unknown(f"line {last.line}: {last.text}")
-        elif last.name in ("ret", "exit"):
+        elif last.guard is None and last.name in ("ret", "exit"):
             self.at[lanes] = END
-        else:
+        elif last.guard is None and last.name in ("bar", "barrier"):
             self.at[lanes], self.waiting[lanes] = index + 1, True
+        else:
+            raise Unknown(f"line {last.line}: {last.text}")
         self.gather()
         return bool((self.waiting | (self.at == END)).all())
 

@@ -143,17 +143,6 @@ def test_half_precision_is_close_to_fp64(kind: str, pending: bool, dtype: torch.
 
 
 @of_both
-def test_inputs_may_have_different_dtypes(kind: str) -> None:
-    """As under autocast: streams and maps in fp32, the output of a sublayer in 16 bits."""
-    inputs = single(kind, 4, 24, 5)
-    inputs[-3] = inputs[-3].half()
-    found, expected = results(kind, "triton", inputs), results(kind, "naive", [x.double() for x in inputs])
-    assert [x.dtype for x in found] == [torch.float32] * 4 + [x.dtype for x in inputs]
-    assert_same(kind, found[:-3], expected[:-3], 1e-5)
-    assert_same(kind, found, expected, 2e-3)
-
-
-@of_both
 def test_parameters_and_maps_may_be_in_fp32_beside_streams_of_16_bits(kind: str) -> None:
     half, double = low(arguments(kind, 4, 24, 5), torch.float16)
     inputs = [half[0], *(x.float() for x in half[1:-3]), half[-3], *(x.float() for x in half[-2:])]
@@ -165,10 +154,12 @@ def test_parameters_and_maps_may_be_in_fp32_beside_streams_of_16_bits(kind: str)
 
 @of_both
 def test_autocast_rounds_only_the_product(kind: str) -> None:
-    """With fp16 autocast, the streams remain exact, and the maps are those of a rounded product."""
+    """Beside an output of a sublayer in fp16, the streams remain exact, and the maps are those of a rounded product."""
     inputs = single(kind, 4, 24, 5)
+    inputs[-3] = inputs[-3].half()
     with torch.autocast(DEVICE, torch.float16):
         found, expected = (results(kind, kernels, inputs) for kernels in ("triton", "torch"))
+    assert [x.dtype for x in found] == [torch.float32] * 4 + [x.dtype for x in inputs]
     torch.testing.assert_close(found[1], expected[1], rtol=1e-6, atol=1e-6)
     assert_same(kind, found, [x.double() for x in expected], 4e-3)
     assert (found[2] - results(kind, "torch", inputs)[2]).abs().max() > 1e-5
