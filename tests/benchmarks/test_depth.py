@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks.study import depth
-from benchmarks.study.archive import RESULTS, sweep_of
+from benchmarks.study.archive import RESULTS
 from benchmarks.study.depth import EQUAL, Study, between_mechanisms, group_gaps, slope
-from benchmarks.study.pictures import draw_choices, draw_differences, draw_interventions, draw_slopes
-from depthlm.report.sweep import Sweep
+from benchmarks.study.pictures import draw_differences, draw_interventions, draw_slopes
 
 LAYERS, SEEDS = (6, 12, 24, 48), ("1", "2", "3")
 EVERY = [*depth.STATIC, *depth.LEARNED]
@@ -167,26 +166,10 @@ def test_answers_are_also_given_without_runs_that_may_have_failed() -> None:
     assert {layers for layers, _ in study.gaps("dca", True, [("vanilla, wider", 6)])} == {12, 24, 48}
 
 
-@pytest.fixture(scope="module")
-def sweep() -> Sweep:
-    return sweep_of("depth")
-
-
-def test_every_mechanism_of_the_experiment_is_in_a_group_with_its_parameters(sweep: Sweep) -> None:
-    study = depth.study_of(sweep)
-    assert {name for name, _ in study.planned} == {"vanilla", *EVERY, *depth.WIDER}
-    assert study.layers == [*LAYERS]
-    known = {"vanilla": 330_192, "vanilla, wider": 496_080, "embedding_skip": 330_216, "mhc": 446_040, "mudd": 357_530}
-    found = {name: count for (name, layers), count in study.parameters.items() if layers == 12}
-    assert found["vanilla"] == known["vanilla"]
-    assert {name: count for name, count in found.items() if name in known}.items() <= known.items()
-
-
-def test_the_pictures_are_drawn_also_of_a_study_that_is_not_complete(sweep: Sweep, tmp_path: Path) -> None:
+def test_the_pictures_are_drawn_also_of_a_study_that_is_not_complete(tmp_path: Path) -> None:
     for study in (made_up(0.05), without(made_up(), *((model, 48) for model in EVERY))):
         draw_differences(study, tmp_path / "differences.png", "")
         draw_slopes(study, tmp_path / "slopes.png", "")
-    draw_choices(sweep, tmp_path / "choices.png")
     lines = [{"loss": 2.0, "rank": 0.5, "means": 2.1, "kept 2": 2.2}, {"loss": 2.0, "rank": None, "means": 2.1}]
     draw_interventions({"dca": lines, "mhc_hunyuan_v4": [{"loss": 2.0}]}, tmp_path / "interventions.png", "")
     assert {path.stat().st_size > 10_000 for path in tmp_path.iterdir()} == {True}

@@ -85,6 +85,7 @@ def compare(folder: Path, *arguments: str, attn_res: str = ATTN_RES) -> tuple[su
     return done, json.loads(output.read_text())
 
 
+@pytest.mark.slow
 def test_our_operators_equal_plain_definitions(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     done, results = compare(tmp_path, "--check")

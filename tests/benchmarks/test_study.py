@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from benchmarks.study import archive, depth, page, transfer
 from benchmarks.study.differences import values_of
+from benchmarks.study.pictures import draw_choices
 from benchmarks.study.sizes import at_every_size, with_depth
 from depthlm.config import compose_anywhere
 from depthlm.config.saved import compare
@@ -30,17 +31,37 @@ def records() -> page.Records:
     return page.read_records()
 
 
+@pytest.mark.slow
 def test_the_tables_of_the_page_are_those_of_the_records(records: page.Records) -> None:
-    text, of_transfer = page.PAGE.read_text(), transfer.PAGE.read_text()
+    text = page.PAGE.read_text()
     assert page.with_blocks(text, page.blocks(records)) == text, "run `python benchmarks/study/page.py`"
-    blocks = transfer.blocks(archive.rows_of("transfer"), json.loads(transfer.COORDINATES.read_text()))
-    assert page.with_blocks(of_transfer, blocks) == of_transfer, "run `python benchmarks/study/transfer.py`"
 
 
-def test_the_sizes_are_compared_for_the_mechanisms_that_the_depths_leave_in_question(records: page.Records) -> None:
+def test_the_tables_on_transfer_are_those_of_the_records() -> None:
+    text, checked = transfer.PAGE.read_text(), json.loads(transfer.COORDINATES.read_text())
+    blocks = transfer.blocks(archive.rows_of("transfer"), checked)
+    assert page.with_blocks(text, blocks) == text, "run `python benchmarks/study/transfer.py`"
+
+
+@pytest.mark.slow
+def test_the_study_has_its_mechanisms_with_their_parameters_and_is_drawn(records: page.Records, tmp_path: Path) -> None:
+    study = depth.study_of(records.depth)
+    every = {*depth.STATIC, *depth.LEARNED}
+    assert {name for name, _ in study.planned} == {"vanilla", *every, *depth.WIDER}
+    assert study.layers == [6, 12, 24, 48]
+    known = {"vanilla": 330_192, "vanilla, wider": 496_080, "embedding_skip": 330_216, "mhc": 446_040, "mudd": 357_530}
+    found = {name: count for (name, layers), count in study.parameters.items() if layers == 12}
+    assert found["vanilla"] == known["vanilla"]
+    assert {name: count for name, count in found.items() if name in known}.items() <= known.items()
+    draw_choices(records.depth, tmp_path / "choices.png")
+    assert (tmp_path / "choices.png").stat().st_size > 10_000
+    # the sizes are compared for the mechanisms that the depths leave in question
     compared = at_every_size(with_depth(records.sizes, records.depth))
     assert values_of(compared, "size") == ["nano_60k", "nano_160k", "nano_330k", "nano_630k"]
-    assert {*values_of(compared, "model")} == {"vanilla", *depth.in_question(depth.study_of(records.depth))}
+    assert {*values_of(compared, "model")} == {"vanilla", *depth.in_question(study)}
+    # a machine repeats one point of the page
+    devices = [line["environment"]["device"] for _, line in page.repeated(records)]
+    assert len({*devices}) == len(devices)
 
 
 # settings of the protocol, which the test of the recorded runs compares
@@ -66,7 +87,9 @@ def nested(settings: dict[str, object]) -> object:
     return OmegaConf.to_container(config)
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.release)])
+@pytest.mark.parametrize(
+    "every", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.release)]
+)
 def test_the_recorded_runs_trained_as_their_experiments_say(every: bool) -> None:
     compared = 0
     for experiment in archive.EXPERIMENTS:
@@ -133,8 +156,3 @@ def test_the_points_of_the_page_repeat_to_the_last_digit(tmp_path: Path, records
         subprocess.run([sys.executable, ROOT / "train.py", *overrides], cwd=ROOT, check=True)
         summary = json.loads((tmp_path / "run" / "summary.json").read_text())
         assert all(summary[name] == line["summary"][name] for name in ("validation_loss", "training_loss"))
-
-
-def test_the_points_of_the_page_are_of_different_processors(records: page.Records) -> None:
-    devices = [line["environment"]["device"] for _, line in page.repeated(records)]
-    assert len({*devices}) == len(devices)

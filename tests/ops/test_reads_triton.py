@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from depthlm.ops.attention_residuals.naive import depth_attend
@@ -53,9 +51,8 @@ def assert_same(kind: str, arguments: Arguments, tolerance: float = 1e-5) -> lis
 
 
 @pytest.mark.parametrize("kind", READS)
-@settings(max_examples=3)
-@given(
-    reads=st.integers(1, 8), n=st.integers(1, 5), t=st.integers(1, TOKENS), d=st.integers(1, 33), started=st.booleans()
+@pytest.mark.parametrize(
+    ("reads", "n", "t", "d", "started"), [(1, 1, 1, 1, False), (1, 4, TOKENS, 33, True), (3, 3, 2, 17, False)]
 )
 def test_reads_equal_the_definition(kind: str, reads: int, n: int, t: int, d: int, started: bool) -> None:
     assert_same(kind, tensors(kind, reads, n, t, d, started))
@@ -87,7 +84,7 @@ def test_16_bit_sources_with_one_wider_source(kind: str, dtype: torch.dtype, tol
 @pytest.mark.parametrize("kind", QUICK_FIRST)
 def test_several_tiles_of_positions_and_dimensions(kind: str) -> None:
     """One tile has 64 dimensions, and up to 32 positions. Two programs of the backward pass have several tiles each."""
-    arguments = tensors(kind, 3, 2, 25, 70, started=True)
+    arguments = tensors(kind, 2, 2, 17, 70, started=True)
     with pytest.MonkeyPatch.context() as patch:
         for module in (attend_ops, gated_triton, weighted_triton):
             patch.setattr(module, "PROGRAMS", 2)

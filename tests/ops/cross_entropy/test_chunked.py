@@ -155,7 +155,7 @@ def test_operators_pass_opcheck(bias: bool, kind: torch.dtype) -> None:
     torch.library.opcheck(module.chunked_backward, (hidden.detach(), parameters, rows_r, 5, kind, False))
 
 
-@pytest.mark.parametrize("rows", [5, ROWS])
+@pytest.mark.parametrize("rows", [5, pytest.param(ROWS, marks=pytest.mark.slow)])
 def test_a_compiled_head_is_one_graph(chunk_of: Any, rows: int) -> None:
     torch.compiler.reset()
     chunk_of(rows)
