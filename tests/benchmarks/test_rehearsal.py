@@ -74,7 +74,7 @@ def test_no_kernel_spills_many_registers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "presets"), [("bf16", "moda,mhc"), pytest.param("autocast", "vanilla,dca", marks=pytest.mark.release)]
+    ("precision", "presets"), [("bf16", "vanilla,mhc"), pytest.param("autocast", "moda,dca", marks=pytest.mark.release)]
 )
 def test_the_estimate_holds_with_activation_checkpointing_and_a_mistake_costs_no_other_preset(
     precision: str, presets: str, tmp_path: Path
@@ -99,7 +99,9 @@ def test_compiled_sublayers_launch_few_kernels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "presets", [["dca", "mhc", "moda", "vanilla"], pytest.param(PRESETS, marks=pytest.mark.release)], ids=["few", "all"]
+    "presets",
+    [["dca", "mhc_deepseek_v4", "moda", "vanilla"], pytest.param(PRESETS, marks=pytest.mark.release)],
+    ids=["few", "all"],
 )
 def test_the_host_waits_once_per_step_and_a_graph_captures_the_same_in_each_micro_batch(presets: list[str]) -> None:
     command = [sys.executable, "-m", "tests.benchmarks.fake_capture", *presets]

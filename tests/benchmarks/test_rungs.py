@@ -75,16 +75,6 @@ def test_equal_losses_with_graphs_pass_and_any_other_loss_fails(stub: Any) -> No
         assert len(trained) == 3
 
 
-def test_the_table_of_graphs_counts_equal_and_captured_runs() -> None:
-    line = {"name": "mhc", "dtype": "bf16", "accumulation": 2, "compiled": True}
-    passed = line | {"captured": 2, "reason": None, "difference": 0.0, "last_loss": 1.5, "passed": True}
-    lines = [passed, line | {"captured": 0, "reason": "an operation | waits"}, line | {"error": "RuntimeError: x"}]
-    text = graphs.markdown({"machine": MACHINE, "steps": 20, "lines": lines})
-    assert "20 steps with and without graphs: 1 of 3 equal, 1 captured" in text
-    assert "1.500" not in text
-    assert "| an operation \\| waits |" in text
-
-
 @pytest.mark.slow
 def test_a_line_that_fails_or_ends_its_process_does_not_cost_the_others(tmp_path: Path) -> None:
     work = [partial(os._exit, 3), partial(dict, passed=True), partial(int, "a fault")]
