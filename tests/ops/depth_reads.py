@@ -11,14 +11,11 @@ from depthlm.ops.backend import using
 from depthlm.ops.dca.naive import gated_reads
 from depthlm.ops.denseformer.naive import weighted_reads
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from .inputs import single as normal
+
 READS = ("attend", "weighted", "gated")
 # of an operator by its name: parameters, sources and start
 Arguments = dict[str, Any]
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def parameters_of(kind: str, reads: int, n: int, d: int, biased: bool = False) -> list[Tensor | None]:

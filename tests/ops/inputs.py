@@ -5,11 +5,18 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     """Return standard normal float64 numbers that require a gradient, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def single(*shape: int, seed: int = 0) -> Tensor:
+    """Return standard normal fp32 numbers, the same for the same seed, on the GPU if there is one."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def low(inputs: list[Tensor], kind: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:

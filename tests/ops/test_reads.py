@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from depthlm.ops.backend import using
 
-from .depth_reads import normal, parameters_of, read
+from .depth_reads import parameters_of, read
+from .inputs import single as normal
 
 pytest.importorskip("triton")
 Read = Callable[[int, list[Tensor]], Tensor]

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from depthlm.ops import autograd
 
-from .depth_reads import READS, normal, parameters_of, read, results, tensors
+from .depth_reads import READS, parameters_of, read, results, tensors
+from .inputs import single as normal
 
 of_each = pytest.mark.parametrize("kind", READS)
 

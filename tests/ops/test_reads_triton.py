@@ -15,7 +15,9 @@ from depthlm.ops.backend import using
 from depthlm.ops.dca.naive import gated_reads
 from depthlm.ops.denseformer.naive import weighted_reads
 
-from .depth_reads import DEVICE, READS, Arguments, normal, parameters_of, read, results, tensors
+from .depth_reads import READS, Arguments, parameters_of, read, results, tensors
+from .inputs import DEVICE
+from .inputs import single as normal
 
 reads_triton = pytest.importorskip("depthlm.ops.reads_triton")
 attend_ops = pytest.importorskip("depthlm.ops.attention_residuals.triton")

@@ -9,12 +9,10 @@ from torch import Tensor
 from depthlm.ops.cross_entropy import chunked
 from depthlm.ops.cross_entropy.chunked import cross_entropy, linear_cross_entropy
 
+from ..inputs import DEVICE
+from ..inputs import single as normal
+
 triton_ops = pytest.importorskip("depthlm.ops.cross_entropy.triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def targets_of(rows: int, vocabulary: int) -> Tensor:
@@ -46,16 +44,16 @@ def assert_same(logits: Tensor, tolerance: float) -> None:
 @given(rows=st.integers(1, 40), vocabulary=st.integers(1, 70), scale=st.sampled_from([0.1, 5.0, 300.0]))
 def test_losses_and_gradients_equal_the_reference(rows: int, vocabulary: int, scale: float) -> None:
     # the softmax of the backward pass has the rounding error of the log-sum-exp, which grows with the logits
-    assert_same(normal(rows, vocabulary, scale=scale), 1e-5 * max(1.0, scale / 5))
+    assert_same(scale * normal(rows, vocabulary), 1e-5 * max(1.0, scale / 5))
 
 
 def test_a_row_of_several_tiles() -> None:
-    assert_same(normal(3, 2 * triton_ops.COLUMNS + 3, scale=5.0), 1e-5)
+    assert_same(5 * normal(3, 2 * triton_ops.COLUMNS + 3), 1e-5)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_logits_of_16_bits_in_any_layout(kind: torch.dtype) -> None:
-    assert_same(normal(33, 5, scale=3.0).to(kind).mT, 2**-8 if kind is torch.bfloat16 else 2**-11)
+    assert_same((3 * normal(33, 5)).to(kind).mT, 2**-8 if kind is torch.bfloat16 else 2**-11)
 
 
 def test_one_large_logit_and_a_row_of_equal_logits() -> None:

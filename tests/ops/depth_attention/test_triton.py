@@ -11,12 +11,10 @@ from torch import Tensor
 from depthlm.ops.backend import using
 from depthlm.ops.depth_attention.naive import depth_value_mix
 
+from ..inputs import DEVICE
+from ..inputs import single as normal
+
 triton_ops = pytest.importorskip("depthlm.ops.depth_attention.triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def tensors(n: int, kv_heads: int, groups: int, t: int, e: int, b: int = 2) -> list[Tensor]:

@@ -13,8 +13,9 @@ from depthlm.ops.mhc.cpu import Parameters, Pending
 from depthlm.ops.mhc.naive import mhc_post_pre, write_streams
 from depthlm.ops.mhc.rebuilding import RUN
 
+from ..inputs import DEVICE
+
 N, D, WRITES = 2, 8, 2 * RUN + 3
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,11 @@ from depthlm.ops.hyper_connections.naive import hyper_post_pre
 from depthlm.ops.mhc.cpu import PAPER, Form, Parameters, Pending
 from depthlm.ops.mhc.naive import mhc_post_pre
 
-from ..inputs import assert_close, low
+from ..inputs import DEVICE, assert_close, low
 
 mhc_triton = pytest.importorskip("depthlm.ops.mhc.triton")
 hyper_triton = pytest.importorskip("depthlm.ops.hyper_connections.triton")
 triton_streams = pytest.importorskip("depthlm.ops.mhc.triton_streams")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the names of the parameters
 NAMES = {
     "mhc": ("phi", "norm", "alpha", "bias"),
@@ -40,7 +39,7 @@ def arguments(kind: str, n: int, d: int, t: int, b: int = 2) -> list[Tensor]:
     return [normal(b, t, n, d), 0.3 * normal(m, n * d), norm, normal(3), normal(m), *written]
 
 
-def single(kind: str, n: int, d: int, t: int) -> list[Tensor]:
+def in_fp32(kind: str, n: int, d: int, t: int) -> list[Tensor]:
     return [x.float() for x in arguments(kind, n, d, t)]
 
 
@@ -90,13 +89,13 @@ def test_outputs_and_gradients_equal_the_definition(
     kind: str, n: int, t: int, d: int, pending: bool, iterations: int
 ) -> None:
     # the norm of a single number has a gradient near zero, a difference of large terms that fp32 cannot hold
-    assert_exact(kind, single(kind, n, d if kind == "mhc" else max(2, d), t), pending, iterations)
+    assert_exact(kind, in_fp32(kind, n, d if kind == "mhc" else max(2, d), t), pending, iterations)
 
 
 # a chunk has 64 columns of two streams or 32 of four, and a program 16 positions
 @pytest.mark.parametrize(("kind", "n", "d"), [("mhc", 2, 70), ("hyper_connections", 4, 40)])
 def test_several_chunks_and_programs(kind: str, n: int, d: int) -> None:
-    assert_exact(kind, single(kind, n, d, 9))
+    assert_exact(kind, in_fp32(kind, n, d, 9))
 
 
 # DeepSeek-V4, and Hunyuan V4, whose H_res is the identity
@@ -155,7 +154,7 @@ def test_parameters_and_maps_may_be_in_fp32_beside_streams_of_16_bits(kind: str)
 @of_both
 def test_autocast_rounds_only_the_product(kind: str) -> None:
     """Beside an output of a sublayer in fp16, the streams remain exact, and the maps are those of a rounded product."""
-    inputs = single(kind, 4, 24, 5)
+    inputs = in_fp32(kind, 4, 24, 5)
     inputs[-3] = inputs[-3].half()
     with torch.autocast(DEVICE, torch.float16):
         found, expected = (results(kind, kernels, inputs) for kernels in ("triton", "torch"))
@@ -167,7 +166,7 @@ def test_autocast_rounds_only_the_product(kind: str) -> None:
 
 def test_layout_does_not_matter() -> None:
     """Streams expanded from the embedding, and transposed parameters and outputs."""
-    x, *parameters, output, post, res = single("hyper_connections", 4, 24, 5)
+    x, *parameters, output, post, res = in_fp32("hyper_connections", 4, 24, 5)
     turned = [y.mT.contiguous().mT if y.ndim == 2 else y for y in parameters]
     output = output.transpose(0, 1).contiguous().transpose(0, 1)
     assert_exact("hyper_connections", [x[:, :, :1].expand(-1, -1, 4, -1), *turned, output, post, res])
@@ -175,7 +174,7 @@ def test_layout_does_not_matter() -> None:
 
 def test_unused_outputs_need_no_gradient() -> None:
     """The gradient of each sum is an expanded number."""
-    inputs = [x.requires_grad_() for x in single("hyper_connections", 2, 8, 3)]
+    inputs = [x.requires_grad_() for x in in_fp32("hyper_connections", 2, 8, 3)]
     grads = []
     for kernels in ("triton", "naive"):
         with using(kernels):
@@ -188,7 +187,7 @@ def test_unused_outputs_need_no_gradient() -> None:
 
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_large_logits_stay_finite() -> None:
-    inputs = single("mhc", 4, 24, 5)
+    inputs = in_fp32("mhc", 4, 24, 5)
     inputs[4] = 100 * inputs[4]
     found = results("mhc", "triton", inputs)
     assert all(x.isfinite().all() for x in found)
@@ -197,13 +196,13 @@ def test_large_logits_stay_finite() -> None:
 
 @of_both
 def test_results_are_bitwise_reproducible(kind: str) -> None:
-    inputs = single(kind, 2, 8, 9 if DEVICE == "cuda" else 2)
+    inputs = in_fp32(kind, 2, 8, 9 if DEVICE == "cuda" else 2)
     assert all(map(torch.equal, *(results(kind, "triton", inputs, iterations=3) for _ in range(2))))
 
 
 def test_a_write_alone_returns_the_same_bits() -> None:
     n = 3
-    x, phi, norm, alpha, bias, *written = single("mhc", n, 70, 9)
+    x, phi, norm, alpha, bias, *written = in_fp32("mhc", n, 70, 9)
     settings = 1e-5, 1, list(PAPER), torch.float32
     identity = [phi[: 2 * n], bias[: 2 * n], alpha[:2]]
     for count, parameters in ((3, [phi, norm, bias, alpha]), (2, identity)):
@@ -213,7 +212,7 @@ def test_a_write_alone_returns_the_same_bits() -> None:
 
 
 def test_static_maps_run_in_pytorch() -> None:
-    x, *static = single("hyper_connections", 2, 8, 3)[:4]
+    x, *static = in_fp32("hyper_connections", 2, 8, 3)[:4]
     with using("triton"):
         read, streams, post, res = hyper_post_pre(x, None, tuple(static), None, 1e-5)
     assert streams is x
@@ -256,7 +255,7 @@ def test_invalid_arguments_are_refused() -> None:
         ("hyper_connections", 4, lambda w: w[:-1], r"w is \[5, 8\], must be \[6, 8\]"),
         ("hyper_connections", 3, lambda res: res[:-1], r"static_res is \[3, 4\], must be \[4, 4\]"),
     ):
-        inputs = single(kind, 4, 8, 3)
+        inputs = in_fp32(kind, 4, 8, 3)
         inputs[which] = change(inputs[which])
         with pytest.raises(ValueError, match=words):
             results(kind, "triton", inputs)
@@ -264,7 +263,7 @@ def test_invalid_arguments_are_refused() -> None:
 
 @of_both
 def test_too_many_streams_are_refused(kind: str) -> None:
-    inputs = single(kind, 9, 8, 3)
+    inputs = in_fp32(kind, 9, 8, 3)
     with pytest.raises(ValueError, match="num_streams=9 is above 8"):
         results(kind, "triton", inputs)
     assert len(results(kind, "auto", inputs)) == 4 + len(inputs)

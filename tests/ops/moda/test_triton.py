@@ -12,12 +12,10 @@ from depthlm.ops.backend import using
 from depthlm.ops.moda.bank import depth_of
 from depthlm.ops.moda.merge import merged_attention, moda_depth, moda_depth_backward
 
+from ..inputs import DEVICE
+from ..inputs import single as normal
+
 triton_ops = pytest.importorskip("depthlm.ops.moda.triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def tensors(n: int, kv_heads: int, groups: int, t: int, e: int, b: int = 2) -> list[Tensor]:
