@@ -37,6 +37,7 @@ class Group:
 
     def __init__(self, program, units, grid, parameters, memory, shared, reports, warps):
         self.program, self.memory, self.shared, self.reports, self.values = program, memory, shared, reports, parameters
+        self.memories = {"global": memory, "shared": shared}
         parts = (np.array(x, np.int64)[:, None] for x in zip(*units, strict=True))
         self.slots, turn, self.blocks, self.warps = parts
         self.count, self.whole = len(units), len(units) == warps * len(set(self.blocks[:, 0]))
@@ -96,30 +97,20 @@ class Group:
                 result.append(whole)
         return result
 
-    def load_global(self, base, offset, guard, width, count, place):
-        active, address, _, keys = self.access(base, offset, guard)
-        got = self.memory.load(address, width, count, keys, place) if address.size else [np.zeros(0, U32)] * count
-        return self.spread(got, active, width)
-
-    def load_shared(self, base, offset, guard, width, count, place):
+    def load(self, space, base, offset, guard, width, count, place):
         active, address, slots, keys = self.access(base, offset, guard)
-        got = (
-            self.shared.load(address, slots, width, count, keys, place) if address.size else [np.zeros(0, U32)] * count
-        )
+        got = [np.zeros(0, U32)] * count
+        if address.size:
+            got = self.memories[space].load(address, slots, width, count, keys, place)
         return self.spread(got, active, width)
 
     def numbers(self, given, active):
         return [self.own(np.broadcast_to(x, self.special["%tid.x"].shape), active) for x in given]
 
-    def store_global(self, base, offset, guard, width, given, place):
-        active, address, _, keys = self.access(base, offset, guard)
-        if address.size:
-            self.memory.store(address, width, self.numbers(given, active), keys, place)
-
-    def store_shared(self, base, offset, guard, width, given, place):
+    def store(self, space, base, offset, guard, width, given, place):
         active, address, slots, keys = self.access(base, offset, guard)
         if address.size:
-            self.shared.store(address, slots, width, self.numbers(given, active), keys, place)
+            self.memories[space].store(address, slots, width, self.numbers(given, active), keys, place)
 
     def atomic(self, base, offset, guard, operation, given, place):
         active, address, _, keys = self.access(base, offset, guard)
@@ -172,7 +163,7 @@ class Group:
         for amount in np.unique(used[used > 0]):
             chosen = used == amount
             width = next(w for w in (4, 2, 1) if amount % w == 0)
-            got = self.memory.load(source[chosen], width, int(amount) // width, keys[chosen], place)
+            got = self.memory.load(source[chosen], None, width, int(amount) // width, keys[chosen], place)
             data[chosen, :amount] = np.stack(got, 1).view(np.uint8)
         return data
 

@@ -230,7 +230,7 @@ class GlobalMemory:
             self.shadow.grow(new.size << PAGE)
         return self.pages[page] << PAGE | index & (1 << PAGE) - 1
 
-    def load(self, address, width, count, keys, place):
+    def load(self, address, _, width, count, keys, place):
         """Return arrays of unsigned integers; those out of bounds have all bits set."""
         size = width * count
         allowed, offset = self.locate(address, size, place, keys)
@@ -256,7 +256,7 @@ class GlobalMemory:
             whole[allowed] = part
         return result
 
-    def store(self, address, width, numbers, keys, place):
+    def store(self, address, _, width, numbers, keys, place):
         size = width * len(numbers)
         allowed, offset = self.locate(address, size, place, keys)
         if allowed is not None:
