@@ -24,12 +24,11 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
         yield make_targets(tmp_path_factory.mktemp("fuzz"))
 
 
-@pytest.mark.parametrize("mutations", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_mutations_of_every_file_give_an_error_or_the_right_answer(targets: list[Any], mutations: int) -> None:
+def test_mutations_of_every_file_give_an_error_or_the_right_answer(targets: list[Any]) -> None:
     for target in targets:
-        outcome = fuzz.fuzz_reader(target, mutations, seed=2)
+        outcome = fuzz.fuzz_reader(target, 3, seed=2)
         assert outcome.failures == {}
-        assert outcome.returned + outcome.refused == mutations
+        assert outcome.returned + outcome.refused == 3
 
 
 def test_a_pipe_in_place_of_a_file_does_not_block_its_reader(targets: list[Any]) -> None:
