@@ -14,10 +14,8 @@ from depthlm.locations import REPOSITORY, command, install_command
 @pytest.mark.parametrize("package", ["depthlm", "depthlm.data", "depthlm.model"])
 def test_every_public_name_can_be_imported(package: str) -> None:
     module = importlib.import_module(package)
-    for name in module.__all__:
-        assert getattr(module, name) is not None
-    if package == "depthlm":
-        assert dir(module) == sorted(module.__all__)
+    assert all(getattr(module, name) is not None for name in module.__all__)
+    assert package != "depthlm" or dir(module) == sorted(module.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = module.nothing
 

@@ -65,17 +65,6 @@ def test_a_rung_that_fails_records_its_error_and_the_next_one_runs(rung: Any, tm
     assert "error" not in sound["rung"]
 
 
-def test_a_rung_is_stopped_at_its_limit_with_its_processes(rung: Any, tmp_path: Path) -> None:
-    marker = tmp_path / "alive"
-    child = f"import time, pathlib; time.sleep(1.5); pathlib.Path({str(marker)!r}).touch()"
-    source = f"import subprocess\nsubprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(60)"
-    assert gpu.climb([rung("slow", source, minutes=0.5 / 60)], tmp_path, after(), rehearse=False) == (["slow"], None)
-    assert "limit" in written(tmp_path, "slow")["rung"]["status"]
-    assert written(tmp_path, "slow")["lines"] == ["full"]
-    time.sleep(1.2)
-    assert not marker.exists()
-
-
 def test_a_rung_that_does_not_fit_into_the_time_left_is_not_started(rung: Any, tmp_path: Path) -> None:
     # the first one would otherwise never run where a machine is lent for a shorter time
     rungs = [rung("first", minutes=9), rung("second", minutes=1.5), rung("third", minutes=3), rung("fourth", minutes=0)]
@@ -83,36 +72,37 @@ def test_a_rung_that_does_not_fit_into_the_time_left_is_not_started(rung: Any, t
     assert {path.stem for path in tmp_path.glob("*.json")} == {"first", "second"}
 
 
-def test_rungs_of_part_1_run_side_by_side(rung: Any, tmp_path: Path) -> None:
+def test_rungs_run_side_by_side_and_are_stopped_at_their_limits_with_their_processes(rung: Any, tmp_path: Path) -> None:
     # each waits for the other one
     source = (
         "here = pathlib.Path(__file__)\nhere.with_suffix('.here').touch()\n"
         "while len(list(here.parent.glob('*.here'))) < 2: time.sleep(0.01)"
     )
     rungs = [rung("first", source, part=1), rung("second", source, part=1)]
-    slow = rung("slow", "time.sleep(60)", minutes=1 / 60, part=1)
+    marker = tmp_path / "alive"
+    child = f"import time, pathlib; time.sleep(1.5); pathlib.Path({str(marker)!r}).touch()"
+    source = f"import subprocess\nsubprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(60)"
+    slow = rung("slow", source, minutes=1 / 60, part=1)
     assert gpu.climb([*rungs, slow], tmp_path, after(0.2), rehearse=False) == (["slow"], None)
     assert [written(tmp_path, name)["rung"]["status"] for name in ("first", "second")] == ["passed", "passed"]
     assert "limit" in written(tmp_path, "slow")["rung"]["status"]
     assert written(tmp_path, "slow")["lines"] == ["full"]
+    time.sleep(1.0)
+    assert not marker.exists()
 
 
-def test_a_signal_stops_all_rungs_that_run_side_by_side(rung: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("part", "ran"), [(1, ["a", "b"]), (2, ["a"])])
+def test_a_signal_stops_the_rungs_that_run_and_their_results_are_kept(
+    rung: Any, tmp_path: Path, part: int, ran: list[str]
+) -> None:
     signal.signal(signal.SIGALRM, gpu.stop)
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
-    rungs = [rung(name, "time.sleep(60)", part=1) for name in ("a", "b")]
+    signal.setitimer(signal.ITIMER_REAL, 0.8)
+    rungs = [rung(name, "time.sleep(60)", part=part) for name in ("a", "b")]
     assert gpu.climb(rungs, tmp_path, after(), rehearse=False) == ([], "a")
-    assert [written(tmp_path, name)["rung"]["status"] for name in ("a", "b")] == ["interrupted"] * 2
-
-
-def test_a_signal_stops_a_rung_and_its_results_are_kept(rung: Any, tmp_path: Path) -> None:
-    signal.signal(signal.SIGALRM, gpu.stop)
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
-    rungs = [rung("slow", "time.sleep(60)"), rung("next")]
-    assert gpu.climb(rungs, tmp_path, after(), rehearse=False) == ([], "slow")
-    assert written(tmp_path, "slow")["rung"]["status"] == "interrupted"
-    assert written(tmp_path, "slow")["lines"] == ["full"]
-    assert not (tmp_path / "next.json").exists()
+    assert sorted(path.stem for path in tmp_path.glob("*.json")) == ran
+    for name in ran:
+        assert written(tmp_path, name)["rung"]["status"] == "interrupted"
+        assert written(tmp_path, name)["lines"] == ["full"]
 
 
 def test_a_rung_without_its_packages_is_skipped_with_the_reason(rung: Any, tmp_path: Path) -> None:
@@ -138,22 +128,16 @@ def test_from_continues_and_a_rehearsal_leaves_the_readme_alone(
     assert (output / "README.md").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_mistakes_are_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
         (["--minutes", "0"], "must be above 0"),
         (["--from", "nonsense"], "choose from"),
         (["--only", "x"], "choose from"),
-    ],
-)
-def test_mistakes_are_reported(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
-    with pytest.raises(SystemExit) as raised:
-        gpu.main()
-    assert raised.value.code == 2
-    assert message in capsys.readouterr().err
+    ):
+        monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
+        with pytest.raises(SystemExit, match=r"^2$"):
+            gpu.main()
+        assert message in capsys.readouterr().err
 
 
 def test_the_parts_fit_into_a_quarter_of_an_hour_and_the_readme_lists_the_rungs() -> None:
@@ -165,9 +149,6 @@ def test_the_parts_fit_into_a_quarter_of_an_hour_and_the_readme_lists_the_rungs(
     section = README.read_text().partition("## A quarter of an hour on a GPU")[2].partition("<!-- gpu")[0]
     listed = re.findall(r"^\| `(\w+)` \| (\d) \| ([\d.]+) \|", section, re.MULTILINE)
     assert listed == [(rung.name, str(rung.part), f"{rung.minutes:g}") for rung in gpu.RUNGS]
-
-
-def test_the_readme_has_one_place_for_the_tables() -> None:
     assert len(gpu.MARKED.findall(README.read_text())) == 1
 
 
@@ -179,14 +160,9 @@ def test_tables_are_written_from_the_results_of_each_device() -> None:
                 "gpu_seconds": 0.3125, "peak_memory_gib": 52.04, "estimated_memory_gib": 52.34,
                 "first_step_seconds": 3.21}  # fmt: skip
     failed = {**LINE, "mode": "compiled", "error": "OutOfMemoryError: 80 GiB"}
-    h100 = {
-        "vanilla": {
-            "machine": MACHINE,
-            "rung": {"status": "passed", "seconds": 61.2},
-            "lines": [LINE | measured, failed],
-        },
-        "resume": {"rung": {"status": "failed with exit status 1", "seconds": 9.0, "error": "no disk"}},
-    }
+    passed = {"machine": MACHINE, "rung": {"status": "passed", "seconds": 61.2}, "lines": [LINE | measured, failed]}
+    broken = {"rung": {"status": "failed with exit status 1", "seconds": 9.0, "error": "no disk"}}
+    h100 = {"vanilla": passed, "resume": broken}
     h200 = {"vanilla": {"machine": {**MACHINE, "device": "NVIDIA H200"}, "lines": [LINE | measured]}}
     empty = f"before\n<!-- gpu -->\n{gpu.NOTHING}\n<!-- end -->\nafter\n"
     assert gpu.fill(empty, {}) == (empty, [])
@@ -221,13 +197,21 @@ def test_a_broken_result_does_not_cost_the_other_tables(tmp_path: Path, capsys: 
     assert "`vanilla`," not in readme.read_text()
 
 
-@pytest.mark.slow
-def test_a_rehearsal_runs_every_rung_to_the_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["device"], marks=pytest.mark.slow),
+        pytest.param([rung.name for rung in gpu.RUNGS], marks=pytest.mark.release),
+    ],
+    ids=["one", "all"],
+)
+def test_a_rehearsal_runs_rungs_to_the_end(names: list[str], tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    command = [sys.executable, "benchmarks/gpu.py", "--rehearse", "--output", str(tmp_path)]
+    command = [sys.executable, "benchmarks/gpu.py", "--rehearse", "--output", str(tmp_path), "--only", *names]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    for rung in gpu.RUNGS:
+    rungs = [rung for rung in gpu.RUNGS if rung.name in names]
+    for rung in rungs:
         results = written(tmp_path / "gpu-rehearsal", rung.name)
         if rung.lacks() is None:
             assert results["rung"]["status"] == "passed", results["rung"]
@@ -235,7 +219,6 @@ def test_a_rehearsal_runs_every_rung_to_the_end(tmp_path: Path) -> None:
         else:
             assert results["rung"] == {"status": "skipped", "error": rung.lacks()}
     filled = (tmp_path / "README.md").read_text()
-    assert [rung.name for rung in gpu.RUNGS if f"`{rung.name}`, {rung.question}." not in filled] == [
-        rung.name for rung in gpu.RUNGS if rung.lacks()
-    ]
+    shown = [rung for rung in rungs if f"`{rung.name}`, {rung.question}." in filled]
+    assert shown == [rung for rung in rungs if not rung.lacks()]
     assert not list((REPOSITORY / "outputs").glob("gpu-*"))

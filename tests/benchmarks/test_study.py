@@ -7,6 +7,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from omegaconf import OmegaConf
 
 from benchmarks.study import archive, depth, page, transfer
 from benchmarks.study.differences import values_of
+from benchmarks.study.pictures import draw_choices
 from benchmarks.study.sizes import at_every_size, with_depth
 from depthlm.config import compose_anywhere
 from depthlm.config.saved import compare
 from depthlm.machine import environment
+from depthlm.sweeps import Point
 from depthlm.sweeps.points import sweep_points
 
 from ..report.made_up import write_run
@@ -30,6 +33,7 @@ def records() -> page.Records:
     return page.read_records()
 
 
+@pytest.mark.slow
 def test_the_tables_of_the_page_are_those_of_the_records(records: page.Records) -> None:
     text = page.PAGE.read_text()
     assert page.with_blocks(text, page.blocks(records)) == text, "run `python benchmarks/study/page.py`"
@@ -41,10 +45,25 @@ def test_the_tables_on_transfer_are_those_of_the_records() -> None:
     assert page.with_blocks(text, blocks) == text, "run `python benchmarks/study/transfer.py`"
 
 
-def test_the_sizes_are_compared_for_the_mechanisms_that_the_depths_leave_in_question(records: page.Records) -> None:
+@pytest.mark.slow
+def test_the_study_has_its_mechanisms_with_their_parameters_and_is_drawn(records: page.Records, tmp_path: Path) -> None:
+    study = depth.study_of(records.depth)
+    every = {*depth.STATIC, *depth.LEARNED}
+    assert {name for name, _ in study.planned} == {"vanilla", *every, *depth.WIDER}
+    assert study.layers == [6, 12, 24, 48]
+    known = {"vanilla": 330_192, "vanilla, wider": 496_080, "embedding_skip": 330_216, "mhc": 446_040, "mudd": 357_530}
+    found = {name: count for (name, layers), count in study.parameters.items() if layers == 12}
+    assert found["vanilla"] == known["vanilla"]
+    assert {name: count for name, count in found.items() if name in known}.items() <= known.items()
+    draw_choices(records.depth, tmp_path / "choices.png")
+    assert (tmp_path / "choices.png").stat().st_size > 10_000
+    # the sizes are compared for the mechanisms that the depths leave in question
     compared = at_every_size(with_depth(records.sizes, records.depth))
     assert values_of(compared, "size") == ["nano_60k", "nano_160k", "nano_330k", "nano_630k"]
-    assert {*values_of(compared, "model")} == {"vanilla", *depth.in_question(depth.study_of(records.depth))}
+    assert {*values_of(compared, "model")} == {"vanilla", *depth.in_question(study)}
+    # a machine repeats one point of the page
+    devices = [line["environment"]["device"] for _, line in page.repeated(records)]
+    assert len({*devices}) == len(devices)
 
 
 # settings of the protocol, which the test of the recorded runs compares
@@ -70,20 +89,32 @@ def nested(settings: dict[str, object]) -> object:
     return OmegaConf.to_container(config)
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_recorded_runs_trained_as_their_experiments_say(every: bool) -> None:
+def assert_trained_as_said(point: Point, line: dict[str, Any] | None) -> bool:
+    """Compare the settings of a run with its point; return whether the run is complete."""
+    if line is None or "failure" in line:
+        return False
+    # newer settings have the values that the run had without them
+    composed = archive.decisive_settings(compose_anywhere(point.overrides))
+    assert compare(nested(line["settings"]), nested(composed)) == {}
+    return True
+
+
+@pytest.mark.slow
+def test_runs_of_the_page_trained_as_their_experiments_say(records: page.Records) -> None:
+    for experiment, sweep in (("depth", records.depth), ("sizes", records.sizes)):
+        lines = archive.lines_of(experiment)
+        points = [sweep.rows[place].points[0] for place in (0, -1)]
+        assert sum(assert_trained_as_said(point, lines.get(Path(point.directory).name)) for point in points)
+
+
+@pytest.mark.release
+def test_every_recorded_run_trained_as_its_experiment_says() -> None:
     compared = 0
     for experiment in archive.EXPERIMENTS:
         lines = archive.lines_of(experiment)
-        points = archive.points_of(experiment)
-        for point in points if every else [points[0], points[-1]]:
-            line = lines.get(Path(point.directory).name)
-            if line is not None and "failure" not in line:
-                # newer settings have the values that the run had without them
-                composed = archive.decisive_settings(compose_anywhere(point.overrides))
-                assert compare(nested(line["settings"]), nested(composed)) == {}
-                compared += 1
-        assert not lines.keys() - {Path(point.directory).name for point in points}
+        points = {Path(point.directory).name: point for point in archive.points_of(experiment)}
+        compared += sum(assert_trained_as_said(point, lines.get(name)) for name, point in points.items())
+        assert lines.keys() <= points.keys()
     assert compared
 
 
@@ -123,7 +154,7 @@ def test_a_choice_is_read_from_the_records_where_the_runs_are_gone(
     assert sweep_points(sweep, read=partial(archive._recorded_or_read, lines | {names[2]: line}))[-1] == chosen
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_points_of_the_page_repeat_to_the_last_digit(tmp_path: Path, records: page.Records) -> None:
     here = archive.place(environment.describe("cpu"))
     # processors of one name may have other vector instructions, with which the last digits differ
@@ -136,10 +167,4 @@ def test_the_points_of_the_page_repeat_to_the_last_digit(tmp_path: Path, records
         overrides = [*point.overrides, f"output_dir={tmp_path / 'run'}"]
         subprocess.run([sys.executable, ROOT / "train.py", *overrides], cwd=ROOT, check=True)
         summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-        assert summary["validation_loss"] == line["summary"]["validation_loss"]
-        assert summary["training_loss"] == line["summary"]["training_loss"]
-
-
-def test_the_points_of_the_page_are_of_different_processors(records: page.Records) -> None:
-    devices = [line["environment"]["device"] for _, line in page.repeated(records)]
-    assert len({*devices}) == len(devices)
+        assert all(summary[name] == line["summary"][name] for name in ("validation_loss", "training_loss"))

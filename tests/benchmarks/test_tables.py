@@ -1,14 +1,19 @@
-"""The papers' tables in benchmarks/tables: their rows are models, and their numbers consistent with the papers'."""
+"""Tables: those of papers are consistent with the papers and with our models, those of pages with committed results."""
 
+import json
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from benchmarks import kernels, mechanisms
+from benchmarks import host, kernels, mechanisms, peers, throughput
 from benchmarks.shared.operators import read_table
-from depthlm.locations import CONF
+from depthlm.locations import CONF, REPOSITORY
+
+RESULTS = REPOSITORY / "benchmarks/results"
 
 # Depth-Attention (arXiv 2606.05014), Table 3
 OVERHEADS = {
@@ -56,3 +61,30 @@ def test_the_kernel_benchmark_reads_the_ablation(
     text = capsys.readouterr().out
     assert "| T 16, G 1, 1 entries |" in text
     assert "naive PyTorch: 2128.9; flash: 13.102; flash and chunks: 6.286; flash, chunks and groups: 1.46 |" in text
+
+
+@pytest.mark.parametrize(
+    ("script", "results", "page"),
+    [
+        (host, "host-xeon-2-cores", "benchmarks/README.md"),
+        (peers, "peers-sm90", "docs/kernels.md"),
+        (throughput, "throughput-epyc-2-cores", "benchmarks/README.md"),
+    ],
+)
+def test_the_pages_have_the_committed_results(script: Any, results: str, page: str) -> None:
+    measured = json.loads((RESULTS / f"{results}.json").read_text())
+    assert script.markdown(measured) in (REPOSITORY / page).read_text()
+
+
+@pytest.mark.slow
+def test_the_host_is_timed_without_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    output = tmp_path / "host.json"
+    settings = ["--rounds", "1", "--layers", "2", "--operators", "depth_attend_block", "merged_attention"]
+    # in a process of its own, since the script replaces parts of Triton
+    command = [sys.executable, "benchmarks/host.py", "--output", str(output), *settings, "--presets", "mhc"]
+    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
+    measured = json.loads(output.read_text())
+    assert [*measured["operators"]] == ["depth_attend_block", "merged_attention"]
+    assert [*measured["decoders"]["mhc"]] == ["forward", "backward", "token"]
+    assert all(x > 0 for kind in ("operators", "decoders") for line in measured[kind].values() for x in line.values())

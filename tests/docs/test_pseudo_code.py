@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from depthlm.build import build_model
-from depthlm.config import compose
 from depthlm.locations import REPOSITORY
 from depthlm.model.attention.context import AttentionContext
 from depthlm.model.decoder import Decoder
+
+from ..model.conftest import configuration
 
 SECTIONS = dict(
     re.findall(r"^### (\w+)\n(.*?)(?=^##)", (REPOSITORY / "docs/mechanisms.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -32,8 +33,7 @@ BATCH, TOKENS, LAYERS = 2, 3, 4
 def built(name: str) -> Decoder:
     """Return a decoder of four layers, with random parameters."""
     group = "attention" if name in ATTENTIONS else "connection"
-    sizes = ["size=micro", f"size.num_layers={LAYERS}", "size.num_heads=4", "size.num_kv_heads=2"]
-    decoder = build_model(compose([*sizes, f"model/{group}={name}", *SETTINGS.get(name, [])]))
+    decoder = build_model(configuration(f"model/{group}={name}", *SETTINGS.get(name, [])))
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return decoder.double()

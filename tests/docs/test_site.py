@@ -10,6 +10,8 @@ from mkdocs.config import load_config
 from depthlm.config.keys import keys
 from depthlm.locations import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:

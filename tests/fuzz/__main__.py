@@ -58,9 +58,8 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
     data = bytearray(content)
     at = chance.randrange(len(data) + 1)
     end = min(len(data), at + chance.choice((1, 4, 64, 4096)))
-    damage = chance.choice(
-        ("bits", "bits", "cut", "remove", "insert", "repeat", "encoding", "value", "value", "nesting")
-    )
+    kinds = ("bits", "bits", "cut", "remove", "insert", "repeat", "encoding", "value", "value", "nesting")
+    damage = chance.choice(kinds)
     if damage == "bits":
         for _ in range(chance.choice((1, 1, 1, 8))):
             bit = chance.randrange(8 * max(1, len(data)))
@@ -78,8 +77,7 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
         text = content.decode("utf-8", errors="replace")
         return text.encode(chance.choice(("utf-16", "utf-8-sig", "utf-32", "cp037")), errors="replace")
     elif damage == "nesting":
-        deep = chance.choice((b"[", b'{"a":', b"- ", b"{a: ")) * chance.choice((50, 20000))
-        data[at:end] = deep
+        data[at:end] = chance.choice((b"[", b'{"a":', b"- ", b"{a: ")) * chance.choice((50, 20000))
     else:
         return with_another_value(content, chance)
     return bytes(data)
@@ -98,11 +96,10 @@ def with_another_value(content: bytes, chance: random.Random) -> bytes:
     waiting = [value]
     while waiting:
         holder = waiting.pop()
-        pairs: list[Any] = []
         if isinstance(holder, dict | list):
-            pairs = list(holder.items() if isinstance(holder, dict) else enumerate(holder))
-        holders += [(holder, key) for key, _ in pairs]
-        waiting += [child for _, child in pairs]
+            pairs: list[Any] = list(holder.items() if isinstance(holder, dict) else enumerate(holder))
+            holders += [(holder, key) for key, _ in pairs]
+            waiting += [child for _, child in pairs]
     if holders:
         holder, key = chance.choice(holders)
         if isinstance(holder, dict) and chance.random() < 0.2:
@@ -188,13 +185,12 @@ def quiet() -> Iterator[None]:
 
 
 def markdown(results: Results) -> str:
-    lines = (
-        (name, *(f"{outcome[key]:,}" for key in ("refused", "returned")), str(len(outcome["failures"])))
+    lines = [
+        (name, f"{outcome['refused']:,}", f"{outcome['returned']:,}", str(len(outcome["failures"])))
         for name, outcome in results["outcomes"].items()
-    )
-    return headed(
-        results, table(("file", "refused", "read", "failures"), lines), f"{results['seconds'] / 60:.0f} minutes"
-    )
+    ]
+    text = table(("file", "refused", "read", "failures"), lines)
+    return headed(results, text, f"{results['seconds'] / 60:.0f} minutes")
 
 
 def main() -> int:

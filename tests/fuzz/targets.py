@@ -143,6 +143,12 @@ def of_run(run: Path, overrides: list[str]) -> list[Target]:
             record.number(metric, at=0.5)
         return list_runs(run.parent)
 
+    def summary(_: Path) -> Any:
+        return read_summary(run), records(_)
+
+    def decoded(_: Path) -> Any:
+        return Tokenizer.load(run).decode([1, 2])
+
     def rows(file: Path) -> Any:
         records(file)
         plot_loss(run)
@@ -179,20 +185,12 @@ def of_run(run: Path, overrides: list[str]) -> list[Target]:
         Target("metrics.jsonl", run / "metrics.jsonl", rows, False, resuming),
         Target("blocks.jsonl", run / "blocks.jsonl", rows, False, ((*python, "inspect", f"run={run}"),)),
         Target("experts.jsonl", run / "experts.jsonl", expert_rows, False, ((*python, "inspect", f"run={run}"),)),
-        Target(
-            "summary.json",
-            run / "summary.json",
-            lambda _: (read_summary(run), records(_)),
-            False,
-            (*loading, *resuming),
-        ),
+        Target("summary.json", run / "summary.json", summary, False, (*loading, *resuming)),
         Target("environment.json", run / "environment.json", environment, False, loading[1:]),
         Target("unfinished.json", unfinished, lambda file: Finished(file, {"key": 1}, (1, 2, 3)).sums.shape, True),
         Target("evaluation.json", run / "evaluation.json", records, False, resuming[1:]),
         Target("failure.json", run / "failure.json", records, False, loading[1:]),
-        Target(
-            "tokenizer.json", run / "tokenizer.json", lambda _: Tokenizer.load(run).decode([1, 2]), False, loading[:1]
-        ),
+        Target("tokenizer.json", run / "tokenizer.json", decoded, False, loading[:1]),
     ]
 
 
@@ -263,9 +261,8 @@ def of_texts(folder: Path) -> list[Target]:
     pyarrow.parquet.write_table(pa.table({"text": [f"document {n}" for n in range(50)]}), folder / "a.parquet")
 
     def read(file: Path) -> Any:
-        return [
-            record.bad for record in Reader(TextFile(file.name, str(file)), "text", file.suffix == ".txt").records()
-        ]
+        reader = Reader(TextFile(file.name, str(file)), "text", file.suffix == ".txt")
+        return [record.bad for record in reader.records()]
 
     return [
         Target(name, folder / name, read, False, (("data/prepare.py", "data=local", f"data.source={folder / name}",
@@ -287,17 +284,10 @@ def of_pretrained(folder: Path, run: Path) -> list[Target]:
         # an export into the folder of another one looks first at what is there
         return check_folder(exported)
 
-    return [
-        *(
-            Target(f"export/{name}", exported / name, read)
-            for name in ("config.json", "model.safetensors.index.json", "model.safetensors")
-        ),
-        Target(
-            "export/tokenizer_config.json", exported / "tokenizer_config.json", lambda _: Tokenizer.load(exported).end
-        ),
-        Target("export/depthlm.json", exported / "depthlm.json", replaced),
-        Target("export/README.md", exported / "README.md", replaced),
-    ]
+    readers = dict.fromkeys(("config.json", "model.safetensors.index.json", "model.safetensors"), read)
+    readers["tokenizer_config.json"] = lambda _: Tokenizer.load(exported).end
+    readers |= dict.fromkeys(("depthlm.json", "README.md"), replaced)
+    return [Target(f"export/{name}", exported / name, reader) for name, reader in readers.items()]
 
 
 def of_arguments(folder: Path) -> list[Target]:

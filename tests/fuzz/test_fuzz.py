@@ -24,13 +24,11 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
         yield make_targets(tmp_path_factory.mktemp("fuzz"))
 
 
-@pytest.mark.parametrize("mutations", [5, pytest.param(60, marks=pytest.mark.slow)])
-def test_mutations_of_every_file_give_an_error_or_the_right_answer(targets: list[Any], mutations: int) -> None:
-    assert len(targets) > 20
+def test_mutations_of_every_file_give_an_error_or_the_right_answer(targets: list[Any]) -> None:
     for target in targets:
-        outcome = fuzz.fuzz_reader(target, mutations, seed=2)
+        outcome = fuzz.fuzz_reader(target, 3, seed=2)
         assert outcome.failures == {}
-        assert outcome.returned + outcome.refused == mutations
+        assert outcome.returned + outcome.refused == 3
 
 
 def test_a_pipe_in_place_of_a_file_does_not_block_its_reader(targets: list[Any]) -> None:
@@ -52,18 +50,15 @@ def test_every_module_that_reads_files_has_targets(targets: list[Any]) -> None:
         r"(?<!def )\b(read_(text|bytes|json|yaml|record)|open_regular|safe_open|load_file|ParquetFile|from_file)\("
         r"|digest\((?!\))|\.open\(\"r|(?<=with )open\(|(?<== )open\(|\b(np|torch|yaml|json)\.load\("
     )
-    reading = {
-        str(file.relative_to(PACKAGE).with_suffix(""))
-        for file in PACKAGE.rglob("*.py")
-        if call.search(file.read_text())
-    }
+    files = [file for file in PACKAGE.rglob("*.py") if call.search(file.read_text())]
+    reading = {str(file.relative_to(PACKAGE).with_suffix("")) for file in files}
     assert reading == {*READERS} | NOT_FOREIGN
     assert {name for names in READERS.values() for name in names} == {target.name for target in targets}
 
 
 @pytest.mark.slow
 def test_commands_give_an_error_or_the_right_answer(targets: list[Any]) -> None:
-    assert fuzz.fuzz_commands(targets, 6, seed=2).failures == {}
+    assert fuzz.fuzz_commands(targets, 3, seed=2).failures == {}
 
 
 def test_a_crash_another_answer_and_a_hang_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

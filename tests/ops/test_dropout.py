@@ -25,7 +25,7 @@ def make(rate: float, rows: int = 64) -> Dropout:
     return Dropout(rate, torch.arange(rows, dtype=torch.int32) * 7919)
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("rate", [0.1, 0.9])
 def test_values_are_kept_with_the_given_probability_independently_of_one_another(rate: float) -> None:
     how, shape = make(rate), torch.Size((64, 32, 48))
     masks = torch.stack([kept(shape, how.at(place)).double() for place in range(4)])

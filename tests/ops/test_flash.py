@@ -90,12 +90,12 @@ def documents(device: str = "cpu") -> Any:
     return find_documents(ends.to(device)).mask
 
 
-def tensors(heads: int, kv_heads: int, entries: int, device: str = "cpu", dtype: Any = torch.float64) -> list[Tensor]:
+def tensors(heads: int, kv_heads: int, entries: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(heads)
     shapes = [heads, kv_heads, kv_heads, *[kv_heads] * (2 * entries)]
     made = [torch.randn(B, T, n, E, generator=generator, dtype=torch.float64) for n in shapes]
     # as the projections return them: tokens before heads in memory
-    return [x.to(device, dtype).transpose(1, 2).requires_grad_() for x in made]
+    return [x.transpose(1, 2).requires_grad_() for x in made]
 
 
 def gradients(output: Tensor, inputs: list[Tensor]) -> list[Tensor]:
@@ -117,12 +117,11 @@ def test_the_bounds_are_those_of_the_documents() -> None:
     assert longest == T
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2)])
-def test_attention_by_document_equals_a_mask(heads: int, kv_heads: int, literal: list[str]) -> None:
-    inputs, mask = tensors(heads, kv_heads, 0), documents()
+def test_attention_by_document_equals_a_mask(literal: list[str]) -> None:
+    inputs, mask = tensors(6, 2, 0), documents()
     found = gradients(attend_by_document(*inputs, mask.bounds), inputs)
-    for a, b in zip(found, gradients(masked(inputs, mask.mask_b1ts), inputs), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    expected = gradients(masked(inputs, mask.mask_b1ts), inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     assert literal == ["_flash_attention_forward", "_flash_attention_backward"]
 
 
@@ -132,8 +131,7 @@ def test_merged_attention_by_document_equals_a_mask(literal: list[str]) -> None:
     pairs = list(zip(depth[::2], depth[1::2], strict=True))
     found = gradients(merged_attention(q, k, v, depth_of(pairs), None, mask.bounds), inputs)
     expected = gradients(attend_with_scores(q, k, v, pairs, mask.mask_b1ts), inputs)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     assert literal == ["_flash_attention_forward", "_flash_attention_backward"]
 
 
@@ -147,7 +145,7 @@ def test_attention_by_document_equals_a_mask_on_a_gpu() -> None:
         torch.testing.assert_close(a.double().cpu(), b, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("preset", ["vanilla", "depth_attention", "moda"])
+@pytest.mark.parametrize("preset", ["depth_attention", "moda"])
 def test_a_decoder_on_a_gpu_attends_by_document(preset: str, request: pytest.FixtureRequest) -> None:
     model = depthlm.build_model(compose_anywhere([f"model={preset}", "size=micro"])).double()
     model.end_of_text = 0
@@ -159,8 +157,7 @@ def test_a_decoder_on_a_gpu_attends_by_document(preset: str, request: pytest.Fix
         return [logits, *torch.autograd.grad(logits, model.parameters(), along, allow_unused=True)]
 
     expected, ran = results(), request.getfixturevalue("literal")
-    for a, b in zip(results(), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(results(), expected, rtol=1e-9, atol=1e-12)
     assert ran.count("_flash_attention_forward") == ran.count("_flash_attention_backward") == model.size.num_layers
     # tokens in a cache need a mask
     cache = model.make_cache()

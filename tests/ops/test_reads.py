@@ -1,5 +1,7 @@
 """Kernels of several reads add their gradients of a source to one sum, which equals the sum that autograd makes."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,32 +9,23 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from depthlm.ops.attention_residuals.naive import depth_attend
 from depthlm.ops.backend import using
-from depthlm.ops.dca.naive import gated_reads
-from depthlm.ops.denseformer.naive import weighted_reads
+
+from .depth_reads import parameters_of, read
+from .inputs import single as normal
 
 pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Read = Callable[[int, list[Tensor]], Tensor]
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+def read_of(kind: str, reads: int, sources: list[Tensor]) -> Tensor:
+    return read(kind, parameters_of(kind, reads, len(sources), 8), sources, ())[0]
 
 
-def attend(reads: int, sources: list[Tensor]) -> Tensor:
-    return depth_attend(normal(reads, 8, seed=5), sources, 1e-5)[0]
+weighted = partial(read_of, "weighted")
 
 
-def weighted(reads: int, sources: list[Tensor]) -> Tensor:
-    return weighted_reads(normal(reads, len(sources), seed=6), sources)
-
-
-def gated(reads: int, sources: list[Tensor]) -> Tensor:
-    return gated_reads(*(normal(reads, len(sources), 8, seed=seed) for seed in (7, 8)), sources)
-
-
-def outputs_of(leaves: list[Tensor], read: Any) -> list[Tensor]:
+def outputs_of(leaves: list[Tensor], read: Read) -> list[Tensor]:
     """Return what four reads, of one source up to all, make of sources that depend on each other."""
     sources = [leaves[0] * 1]
     for leaf in leaves[1:]:
@@ -44,60 +37,54 @@ def outputs_of(leaves: list[Tensor], read: Any) -> list[Tensor]:
     return [read(reads, sources[:n]) for reads, n in counts]
 
 
-def gradients(kernels: str, read: Any, leaves: list[Tensor], times: int = 1) -> list[Tensor]:
+def gradients(kernels: str, read: Read, leaves: list[Tensor], times: int = 1) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in leaves]
     with using(kernels):
         outputs = outputs_of(leaves, read)
-    loss = sum((x.float() * normal(*x.shape, seed=9)).sum() for x in outputs)
-    assert isinstance(loss, Tensor)
+    loss: Any = sum((x.float() * normal(*x.shape, seed=9)).sum() for x in outputs)
     for _ in range(times):
         grads = torch.autograd.grad(loss, leaves, retain_graph=True)
     return list(grads)
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-5) -> None:
-    for x, y in zip(found, expected, strict=True):
+def assert_same(found: Read, expected: Read, leaves: int = 2, tolerance: float = 1e-5) -> None:
+    """Compare the gradients of reads in Triton with those in PyTorch."""
+    given = [normal(1, 3, 8, seed=seed + 1) for seed in range(leaves)]
+    for x, y in zip(gradients("triton", found, given), gradients("torch", expected, given), strict=True):
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance * y.abs().max().item())
 
 
-@pytest.mark.parametrize("read", [attend, weighted, gated])
-def test_gradients_of_sources_that_many_reads_share_equal_those_of_autograd(read: Any) -> None:
-    leaves = [normal(1, 3, 8, seed=seed) for seed in range(2)]
-    assert_same(gradients("triton", read, leaves), gradients("torch", read, leaves))
+@pytest.mark.parametrize("kind", ["attend", "weighted", pytest.param("gated", marks=pytest.mark.slow)])
+def test_gradients_of_sources_that_many_reads_share_equal_those_of_autograd(kind: str) -> None:
+    assert_same(partial(read_of, kind), partial(read_of, kind))
 
 
-@pytest.mark.parametrize("read", [attend, weighted, gated])
-def test_a_source_that_is_read_twice_in_one_call_has_the_gradient_of_both(read: Any) -> None:
+def test_a_source_that_is_read_twice_in_one_call_has_the_gradient_of_both() -> None:
     def repeated(reads: int, sources: list[Tensor]) -> Tensor:
-        return read(reads, [*sources, sources[0]])
+        return weighted(reads, [*sources, sources[0]])
 
-    leaves = [normal(1, 3, 8, seed=seed) for seed in range(2)]
-    assert_same(gradients("triton", repeated, leaves), gradients("torch", repeated, leaves))
+    assert_same(repeated, repeated)
 
 
-@pytest.mark.parametrize("read", [attend, pytest.param(weighted, marks=pytest.mark.slow)])
-def test_sources_of_two_dtypes(read: Any) -> None:
-    leaves = [normal(1, 3, 8, seed=seed) for seed in range(3)]
-    assert_same(gradients("triton", read, leaves), gradients("torch", read, leaves), 1e-2)
+@pytest.mark.parametrize("kind", ["attend", pytest.param("weighted", marks=pytest.mark.slow)])
+def test_sources_of_two_dtypes(kind: str) -> None:
+    assert_same(partial(read_of, kind), partial(read_of, kind), leaves=3, tolerance=1e-2)
 
 
 def test_a_second_backward_pass_gives_the_same_gradients() -> None:
     leaves = [normal(1, 3, 8, seed=seed) for seed in range(2)]
-    once, twice = (gradients("triton", weighted, leaves, times) for times in (1, 2))
-    assert all(torch.equal(x, y) for x, y in zip(once, twice, strict=True))
+    assert all(map(torch.equal, *(gradients("triton", weighted, leaves, times) for times in (1, 2))))
 
 
 def test_sums_stay_apart_under_activation_checkpointing() -> None:
-    leaves = [normal(1, 3, 8, seed=seed) for seed in range(2)]
+    def contexts() -> tuple[Any, Any]:
+        return using("triton"), using("triton")
 
     def recomputed(reads: int, sources: list[Tensor]) -> Tensor:
         with using("triton"):
             return checkpoint(weighted, reads, sources, use_reentrant=False, context_fn=contexts)
 
-    def contexts() -> tuple[Any, Any]:
-        return using("triton"), using("triton")
-
-    assert_same(gradients("triton", recomputed, leaves), gradients("torch", weighted, leaves))
+    assert_same(recomputed, weighted)
 
 
 def test_autograd_adds_no_gradients_of_shared_sources() -> None:
@@ -109,4 +96,4 @@ def test_autograd_adds_no_gradients_of_shared_sources() -> None:
     assert nodes[0][-1] is nodes[1][-1]
     loss: Any = sum(y.sum() for y in outputs)
     (grad,) = torch.autograd.grad(loss, x)
-    torch.testing.assert_close(grad, torch.full_like(grad, normal(1, 1, seed=6).sum() + normal(2, 1, seed=6).sum()))
+    torch.testing.assert_close(grad, torch.full_like(grad, normal(1, 1).sum() + normal(2, 1).sum()))

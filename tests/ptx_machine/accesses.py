@@ -21,9 +21,8 @@ class Accesses:
         inner = text[1:-1].replace(" ", "")
         base, sign, offset = re.fullmatch(r"([%\w$]+)(?:([+-]+)(\d+))?", inner).groups()
         number = 0 if offset is None else int(offset) * (-1 if "-" in sign else 1)
-        return self.operand(
-            base, "u32" if space == "shared" and self.kernel.widths.get(base, 32) == 32 else "u64"
-        ), number
+        narrow = space == "shared" and self.kernel.widths.get(base, 32) == 32
+        return self.operand(base, "u32" if narrow else "u64"), number
 
     def vector(self, operand) -> tuple:
         return operand if isinstance(operand, tuple) else (operand,)
@@ -38,20 +37,16 @@ class Accesses:
             raise Unknown("space")
         targets, (base, offset) = self.vector(i.operands[0]), self.address(i.operands[1], space)
         width = np.dtype(TYPES[kind]).itemsize
-        self.lines.append(
-            f"got = X.load_{space}({base}, {offset}, {self.guard(i)}, {width}, {len(targets)}, {self.place(i)})"
-        )
+        arguments = f"'{space}', {base}, {offset}, {self.guard(i)}, {width}, {len(targets)}, {self.place(i)}"
+        self.lines.append(f"got = X.load({arguments})")
         for k, name in enumerate(targets):
             if name == "_":
                 continue
             own, expression = self.kernel.widths[name], f"got[{k}]"
-            if own != 8 * width:
-                signed = kind.startswith("s")
-                expression = (
-                    f"{expression}.view(S{8 * width}).astype(S{own}).view(U{own})"
-                    if signed
-                    else f"{expression}.astype(U{own})"
-                )
+            if own != 8 * width and kind.startswith("s"):
+                expression = f"{expression}.view(S{8 * width}).astype(S{own}).view(U{own})"
+            elif own != 8 * width:
+                expression = f"{expression}.astype(U{own})"
             self.assign(i, name, expression)
 
     def do_st(self, i):
@@ -60,10 +55,9 @@ class Accesses:
             raise Unknown("space")
         (base, offset), kind = self.address(i.operands[0], space), i.type
         width = np.dtype(TYPES[kind]).itemsize
-        given = [self.operand(x, f"b{8 * width}") for x in self.vector(i.operands[1])]
-        self.lines.append(
-            f"X.store_{space}({base}, {offset}, {self.guard(i)}, {width}, [{', '.join(given)}], {self.place(i)})"
-        )
+        given = ", ".join(self.operand(x, f"b{8 * width}") for x in self.vector(i.operands[1]))
+        arguments = f"'{space}', {base}, {offset}, {self.guard(i)}, {width}, [{given}], {self.place(i)}"
+        self.lines.append(f"X.store({arguments})")
 
     def do_atom(self, i):
         """Also `red`, which returns nothing."""
@@ -85,13 +79,10 @@ class Accesses:
         elif i.marks[:2] in (("async", "wait_group"), ("async", "wait_all")):
             self.lines.append(f"X.wait_copies({self.number(i.operands[0]) if i.operands else 0}, {self.place(i)})")
         elif i.marks[0] == "async" and "bulk" not in i.marks:
-            (to, to_offset), (origin, offset) = (
-                self.address(i.operands[0], "shared"),
-                self.address(i.operands[1], "global"),
-            )
-            size, used = self.number(i.operands[2]), "None"
-            if len(i.operands) > 3:
-                used = self.operand(i.operands[3], "u32")
+            to, to_offset = self.address(i.operands[0], "shared")
+            origin, offset = self.address(i.operands[1], "global")
+            size = self.number(i.operands[2])
+            used = self.operand(i.operands[3], "u32") if len(i.operands) > 3 else "None"
             arguments = f"{to}, {to_offset}, {origin}, {offset}, {self.guard(i)}, {size}, {used}"
             self.lines.append(f"X.copy_async({arguments}, {self.place(i)})")
         else:

@@ -32,8 +32,10 @@ def end(x: Tensor, dim: int, rows: int = ROWS) -> Tensor:
 
 def all_huge() -> Iterator[tuple[str, Callable[[], tuple[list[Tensor], list[Tensor]]]]]:
     """Yield names, and functions that return what Triton found in the last rows, and the same in float64."""
-    for function in (cross_entropy, depth_attention, moda, hyper, mhc):
+    for function in (cross_entropy, depth_attention, moda):
         yield function.__name__, function
+    for kind in ("hyper", "mhc"):
+        yield f"streams {kind}", lambda kind=kind: streams(kind)
     for kind in ("attend", "one", "weighted", "gated"):
         yield f"reads {kind}", lambda kind=kind: reads(kind)
 
@@ -47,7 +49,7 @@ def cross_entropy():
     nll, lse, ones = torch.empty(r), torch.empty(r), torch.ones(r)
     exact = end(logits, 0, kept).double().requires_grad_()
     operators.losses(logits, targets, nll, lse)
-    operators.differentiate(logits, targets, lse, ones, ones, logits)
+    operators.differentiate(logits, [targets, lse, ones, ones], logits)
     of_lse = exact.logsumexp(1)
     of_nll = of_lse - exact.gather(1, targets[-kept:, None])[:, 0]
     (grad,) = torch.autograd.grad(of_lse.sum() + of_nll.sum(), exact)
@@ -82,50 +84,36 @@ def moda():
     of_entries = end(entries, 3, kept).double().contiguous()
     exact = moda_depth(parts[0], parts[1], parts[4], of_entries)
     of_q = moda_depth_backward(parts[2], parts[0], *exact, parts[3], of_entries, before, 1)
-    return [end(context, 2, kept), end(merged, 2, kept), end(total, 2, kept), end(sums, 3, kept)], [
-        *exact,
-        of_q,
-        before,
-    ]
+    found = [*(end(x, 2, kept) for x in (context, merged, total)), end(sums, 3, kept)]
+    return found, [*exact, of_q, before]
 
 
-def hyper():
+def streams(kind: str):
     from depthlm.ops.backend import using
+    from depthlm.ops.hyper_connections import triton as hyper
     from depthlm.ops.hyper_connections.naive import hyper_post_pre
-    from depthlm.ops.hyper_connections.triton import forward
-
-    n, d, kept = 4, 64, 17
-    t = 2**31 // (n * d) + 61
-    x, output, post, res = (sparse(s, 1, k) for k, s in enumerate(((1, t, n, d), (1, t, d), (1, t, n), (1, t, n, n))))
-    parameters = [normal(*s, seed=9).to(BF16) for s in ((n + 2, d), (2,), (n,), (n,), (n, n))]
-    w, scale, *static = parameters
-    read, new, new_post, new_res, *_ = forward([x, output, post, res], [w, *static, scale], 1e-5, BF16)
-    w, scale, *static = (p.double() for p in parameters)
-    parts = [end(y, 1, kept).double() for y in (x, output, post, res)]
-    with using("torch"):
-        exact = hyper_post_pre(parts[0], tuple(parts[1:]), tuple(static), (w, scale), 1e-5)
-    return [end(y, 1, kept) for y in (read, new, new_post, new_res)], list(exact)
-
-
-def mhc():
-    from depthlm.ops.backend import using
+    from depthlm.ops.mhc import triton as mhc
     from depthlm.ops.mhc.cpu import PAPER, Parameters, Pending
     from depthlm.ops.mhc.naive import mhc_post_pre
-    from depthlm.ops.mhc.triton import forward
 
     n, d, kept = 4, 64, 17
-    t = 2**31 // (n * d) + 61
-    x, output, post, res = (sparse(s, 1, k) for k, s in enumerate(((1, t, n, d), (1, t, d), (1, t, n), (1, t, n, n))))
-    parameters = [normal(*s, seed=9).to(BF16) for s in ((n * (n + 2), n * d), (n * d,), (3,), (n * (n + 2),))]
-    parameters[0] *= 0.1
-    phi, norm, alpha, bias = parameters
-    read, new, new_post, new_res, *_ = forward(
-        [x, output, post, res], [phi, norm, bias, alpha], 1e-5, 3, [*PAPER], BF16
-    )
-    parts = [end(y, 1, kept).double() for y in (x, output, post, res)]
+    t, m = 2**31 // (n * d) + 61, n * (n + 2)
+    sources = [sparse(s, 1, k) for k, s in enumerate(((1, t, n, d), (1, t, d), (1, t, n), (1, t, n, n)))]
+    x, *written = (end(y, 1, kept).double() for y in sources)
+    shapes = ((n + 2, d), (2,), (n,), (n,), (n, n)) if kind == "hyper" else ((m, n * d), (n * d,), (3,), (m,))
+    first, second, *others = parameters = [normal(*s, seed=9).to(BF16) for s in shapes]
+    if kind == "hyper":
+        found = hyper.forward(sources, [first, *others, second], 1e-5, BF16)
+    else:
+        first *= 0.1
+        found = mhc.forward(sources, [first, second, *reversed(others)], 1e-5, 3, [*PAPER], BF16)
+    first, second, *others = (p.double() for p in parameters)
     with using("torch"):
-        exact = mhc_post_pre(parts[0], Pending(*parts[1:]), Parameters(*(p.double() for p in parameters)), 1e-5, 3)
-    return [end(y, 1, kept) for y in (read, new, new_post, new_res)], list(exact)
+        if kind == "hyper":
+            exact = hyper_post_pre(x, Pending(*written), tuple(others), (first, second), 1e-5)
+        else:
+            exact = mhc_post_pre(x, Pending(*written), Parameters(first, second, *others), 1e-5, 3)
+    return [end(y, 1, kept) for y in found[:4]], list(exact)
 
 
 def reads(kind: str):
@@ -141,9 +129,8 @@ def reads(kind: str):
     p = 2**31 // d + 61
     xs = [sparse((p, d), 0, seed) for seed in range(n)]
     parts = [end(x, 0, kept).double() for x in xs]
-    query, weights, bias, gate = (
-        normal(*s, seed=5).to(BF16) for s in ((count, d), (count, n), (count, n, d), (count, n, d))
-    )
+    shapes = (count, d), (count, n), (count, n, d), (count, n, d)
+    query, weights, bias, gate = (normal(*s, seed=5).to(BF16) for s in shapes)
     gate /= d**0.5
     with using("torch"):
         if kind in ("attend", "one"):

@@ -9,22 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-FORMATS = {
-    "i1": "<i",
-    "i8": "<b",
-    "i16": "<h",
-    "i32": "<i",
-    "i64": "<q",
-    "u1": "<I",
-    "u8": "<B",
-    "u16": "<H",
-    "u32": "<I",
-}
-FORMATS |= {"u64": "<Q", "fp16": "<e", "fp32": "<f", "fp64": "<d", "f32": "<f", "f64": "<d"}
+FORMATS = {"i1": "<i", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q", "u1": "<I", "u8": "<B", "u16": "<H"}
+FORMATS |= {"u32": "<I", "u64": "<Q", "fp16": "<e", "fp32": "<f", "fp64": "<d", "f32": "<f", "f64": "<d"}
 
 
 class Launcher:
-    """Takes the place of Triton's launches. order and seed: how warps take turns. programs: None: all of a grid."""
+    """Takes the place of Triton's launches. order and seed: how warps take turns. edges: as in `grid.programs`."""
 
     def __init__(self, target: int):
         os.environ.pop("TRITON_INTERPRET", None)
@@ -51,7 +41,6 @@ class Launcher:
         self.programs: dict[str, Any] = {}
         self.known: dict[int, tuple[int, int, Any]] = {}
         self.launches: Counter[str] = Counter()
-        self.versions: Counter[str] = Counter()
         # what nobody has written is NaN
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = True
@@ -90,7 +79,6 @@ class Launcher:
             raise RuntimeError(f"{len(values)} arguments for {len(parameters)} parameters")
         name = function.fn.__name__
         self.launches[name] += 1
-        self.versions[f"{name} {compiled.hash}"] += 1
         self.reports.kernel = name
         sizes = tuple(grid(bound)) if callable(grid) else tuple(grid)
         ranges = [(start, end) for start, end, alive in self.known.values() if alive() is not None]

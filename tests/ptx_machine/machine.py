@@ -37,6 +37,7 @@ class Group:
 
     def __init__(self, program, units, grid, parameters, memory, shared, reports, warps):
         self.program, self.memory, self.shared, self.reports, self.values = program, memory, shared, reports, parameters
+        self.memories = {"global": memory, "shared": shared}
         parts = (np.array(x, np.int64)[:, None] for x in zip(*units, strict=True))
         self.slots, turn, self.blocks, self.warps = parts
         self.count, self.whole = len(units), len(units) == warps * len(set(self.blocks[:, 0]))
@@ -96,30 +97,20 @@ class Group:
                 result.append(whole)
         return result
 
-    def load_global(self, base, offset, guard, width, count, place):
-        active, address, _, keys = self.access(base, offset, guard)
-        got = self.memory.load(address, width, count, keys, place) if address.size else [np.zeros(0, U32)] * count
-        return self.spread(got, active, width)
-
-    def load_shared(self, base, offset, guard, width, count, place):
+    def load(self, space, base, offset, guard, width, count, place):
         active, address, slots, keys = self.access(base, offset, guard)
-        got = (
-            self.shared.load(address, slots, width, count, keys, place) if address.size else [np.zeros(0, U32)] * count
-        )
+        got = [np.zeros(0, U32)] * count
+        if address.size:
+            got = self.memories[space].load(address, slots, width, count, keys, place)
         return self.spread(got, active, width)
 
     def numbers(self, given, active):
         return [self.own(np.broadcast_to(x, self.special["%tid.x"].shape), active) for x in given]
 
-    def store_global(self, base, offset, guard, width, given, place):
-        active, address, _, keys = self.access(base, offset, guard)
-        if address.size:
-            self.memory.store(address, width, self.numbers(given, active), keys, place)
-
-    def store_shared(self, base, offset, guard, width, given, place):
+    def store(self, space, base, offset, guard, width, given, place):
         active, address, slots, keys = self.access(base, offset, guard)
         if address.size:
-            self.shared.store(address, slots, width, self.numbers(given, active), keys, place)
+            self.memories[space].store(address, slots, width, self.numbers(given, active), keys, place)
 
     def atomic(self, base, offset, guard, operation, given, place):
         active, address, _, keys = self.access(base, offset, guard)
@@ -172,7 +163,7 @@ class Group:
         for amount in np.unique(used[used > 0]):
             chosen = used == amount
             width = next(w for w in (4, 2, 1) if amount % w == 0)
-            got = self.memory.load(source[chosen], width, int(amount) // width, keys[chosen], place)
+            got = self.memory.load(source[chosen], None, width, int(amount) // width, keys[chosen], place)
             data[chosen, :amount] = np.stack(got, 1).view(np.uint8)
         return data
 
@@ -270,9 +261,7 @@ class Group:
                 self.mask = None if self.mask.all() else self.mask
                 self.special = {name: x[self.rows] for name, x in self.all_special.items()}
             last = self.execute(index)
-            if (self.together is None and self.finish(index, last)) or (
-                self.together is not None and self.continue_(index, last)
-            ):
+            if (self.finish if self.together is None else self.continue_)(index, last):
                 return
             if chance is not None and chance.random() < 0.3:
                 return
@@ -305,28 +294,18 @@ class Group:
         """Move all lanes. Return whether they have to stop."""
         if last is None:
             self.together = index + 1
-        elif last.name == "bra":
+            return False
+        if last.name == "bra":
             taken = None if last.guard is None else self.value(last.guard[0]) == last.guard[1]
-            if taken is None or taken.all():
-                self.together = self.target(last)
-            elif not taken.any():
-                self.together = index + 1
-            else:
-                self.at[:] = np.where(taken, self.target(last), index + 1)
-                self.together = None
-        elif last.guard is not None:
-            raise Unknown(f"line {last.line}: {last.text}")
-        elif last.name in ("ret", "exit"):
-            self.at[:], self.together = END, None
-        elif last.name in ("bar", "barrier") and self.whole:
+            if taken is None or taken.all() or not taken.any():
+                self.together = self.target(last) if taken is None or taken.all() else index + 1
+                return False
+        elif last.name in ("bar", "barrier") and last.guard is None and self.whole:
             self.keys += (1 << 20) + 1
             self.together = index + 1
-        elif last.name in ("bar", "barrier"):
-            self.at[:], self.together = index + 1, None
-            self.waiting[:] = True
-        else:
-            raise Unknown(f"line {last.line}: {last.text}")
-        return self.together is None and (self.waiting.all() or (self.at == END).all())
+            return False
+        self.together = None
+        return self.finish(index, last)
 
     def finish(self, index, last) -> bool:
         """Move the lanes that ran. Return whether all have to stop."""
@@ -338,12 +317,12 @@ class Group:
             taken = lanes if last.guard is None else lanes & (self.value(last.guard[0]) == last.guard[1])
             self.at[lanes] = index + 1
             self.at[taken] = self.target(last)
-        elif last.guard is not None:
-            raise Unknown(f"line {last.line}: {last.text}")
-        elif last.name in ("ret", "exit"):
+        elif last.guard is None and last.name in ("ret", "exit"):
             self.at[lanes] = END
-        else:
+        elif last.guard is None and last.name in ("bar", "barrier"):
             self.at[lanes], self.waiting[lanes] = index + 1, True
+        else:
+            raise Unknown(f"line {last.line}: {last.text}")
         self.gather()
         return bool((self.waiting | (self.at == END)).all())
 

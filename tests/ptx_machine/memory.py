@@ -67,13 +67,8 @@ class Shadow:
         k = int(np.flatnonzero(mask)[0])
         first, second = (int((x[k] & ~ATOMIC) >> THREAD) for x in (old, new))
         blocks = [x // self.threads for x in (first, second)]
-        where = (
-            "between programs"
-            if blocks[0] != blocks[1]
-            else "between warps"
-            if first >> 5 != second >> 5
-            else "in a warp"
-        )
+        where = "between warps" if first >> 5 != second >> 5 else "in a warp"
+        where = "between programs" if blocks[0] != blocks[1] else where
         earlier = self.places.get(int(lines[index[k]]))
         names = [self.thread(x) for x in (first, second)]
         detail = f"{names[1]} after {names[0]}" + (f" at {place_text(earlier)}" if earlier else "")
@@ -84,13 +79,8 @@ class Shadow:
                 spot = int(line), int(index[i]), (key >> THREAD) // self.threads, key >> BARRIER & EPOCH
                 self.raced[spot] = int((writer[i] & ~ATOMIC) >> THREAD)
             return self.reports.doubt(f"race {where}, {kind} of global memory", place, detail, int(mask.sum()))
-        record = self.reports.note if benign else self.reports.fault
-        record(
-            f"race {where}, {kind} of {self.name} memory" + (", of the same value" if benign else ""),
-            place,
-            detail,
-            int(mask.sum()),
-        )
+        text = f"race {where}, {kind} of {self.name} memory" + (", of the same value" if benign else "")
+        (self.reports.note if benign else self.reports.fault)(text, place, detail, int(mask.sum()))
 
     def on_read(self, index, keys, place) -> None:
         """index: a granule of each access. keys: of the threads."""
@@ -129,19 +119,34 @@ class Shadow:
             old = slots[index]
             conflict = self.unordered(old, keys)
             if conflict.any():
-                equal = same() & conflict
-                for mask, benign in ((conflict & ~equal, False), (equal, True)):
-                    if mask.any():
-                        self.report(kind, index, old, keys, mask, place, lines, benign)
+                self.report_writes(kind, index, old, keys, conflict, place, lines, same())
         self.writer[index], self.wrote[index] = keys, place.line
         # several threads in one instruction
         lost = self.writer[index]
         conflict = self.unordered(lost, keys) if index.size > 1 else np.zeros(1, bool)
         if conflict.any():
-            equal = same(True) & conflict
-            for mask, benign in ((conflict & ~equal, False), (equal, True)):
-                if mask.any():
-                    self.report("write after write", index, lost, keys, mask, place, self.wrote, benign)
+            self.report_writes("write after write", index, lost, keys, conflict, place, self.wrote, same(True))
+
+    def report_writes(self, kind, index, old, keys, conflict, place, lines, equal) -> None:
+        for mask, benign in ((conflict & ~equal, False), (conflict & equal, True)):
+            if mask.any():
+                self.report(kind, index, old, keys, mask, place, lines, benign)
+
+
+def write(view, at, numbers, granules: int):
+    """Write consecutive numbers of each access; return what was there, and `same` as `Shadow.on_write` takes it.
+
+    granules: of an access.
+    """
+    before = [view[at + k] for k in range(len(numbers))]
+    for k, x in enumerate(numbers):
+        view[at + k] = x
+
+    def same(after=False):
+        there = [near(view[at + k], x) for k, x in enumerate(numbers)] if after else map(np.equal, before, numbers)
+        return np.repeat(np.all(list(there), axis=0), granules)
+
+    return before, same
 
 
 class GlobalMemory:
@@ -202,14 +207,12 @@ class GlobalMemory:
         if not inside.all():
             first = int(np.flatnonzero(~inside)[0])
             near = int(k[first])
-            told_near = (
-                f"{int(address[first] - self.ends[near])} bytes after the end of a tensor"
-                if near >= 0
-                else "before all tensors"
-            )
-            if near >= 0 and address[first] < self.ends[near]:
-                told_near = "its last bytes are after the end of a tensor"
-            detail = f"{self.shadow.thread(int(keys[first] >> THREAD))}, {size} bytes, {told_near}"
+            where = f"{int(address[first] - self.ends[near])} bytes after the end of a tensor"
+            if near < 0:
+                where = "before all tensors"
+            elif address[first] < self.ends[near]:
+                where = "its last bytes are after the end of a tensor"
+            detail = f"{self.shadow.thread(int(keys[first] >> THREAD))}, {size} bytes, {where}"
             self.reports.fault("out of bounds", place, detail, int((~inside).sum()))
         return inside & ~crooked, offsets[k]
 
@@ -227,7 +230,7 @@ class GlobalMemory:
             self.shadow.grow(new.size << PAGE)
         return self.pages[page] << PAGE | index & (1 << PAGE) - 1
 
-    def load(self, address, width, count, keys, place):
+    def load(self, address, _, width, count, keys, place):
         """Return arrays of unsigned integers; those out of bounds have all bits set."""
         size = width * count
         allowed, offset = self.locate(address, size, place, keys)
@@ -253,24 +256,15 @@ class GlobalMemory:
             whole[allowed] = part
         return result
 
-    def store(self, address, width, numbers, keys, place):
+    def store(self, address, _, width, numbers, keys, place):
         size = width * len(numbers)
         allowed, offset = self.locate(address, size, place, keys)
         if allowed is not None:
             address, keys, offset = address[allowed], keys[allowed], offset[allowed]
             numbers = [x[allowed] for x in numbers]
-        at = (address - self.base) // width
-        view, index = self.views[width], self.granules(address, size, offset)
-
-        before = [view[at + k] for k in range(len(numbers))]
-        for k, x in enumerate(numbers):
-            self.log.append((width, at + k, before[k]))
-            view[at + k] = x
-
-        def same(after=False):
-            there = [near(view[at + k], x) for k, x in enumerate(numbers)] if after else map(np.equal, before, numbers)
-            return np.repeat(np.all(list(there), axis=0), index.shape[1])
-
+        at, index = (address - self.base) // width, self.granules(address, size, offset)
+        before, same = write(self.views[width], at, numbers, index.shape[1])
+        self.log += [(width, at + k, old) for k, old in enumerate(before)]
         self.shadow.on_write(index.ravel(), np.repeat(keys, index.shape[1]), place, same)
 
     def atomic(self, address, operation, numbers, keys, place):
@@ -309,10 +303,10 @@ class SharedMemory:
         inside = (address + size <= self.size) & (address % size == 0)
         if not inside.all():
             worst = int(address[~inside][0])
-            kind = (
-                "out of bounds of shared memory" if worst + size > self.size else "misaligned access of shared memory"
+            kind = "out of bounds" if worst + size > self.size else "misaligned access"
+            self.reports.fault(
+                f"{kind} of shared memory", place, f"{size} bytes at {worst} of {self.size}", int((~inside).sum())
             )
-            self.reports.fault(kind, place, f"{size} bytes at {worst} of {self.size}", int((~inside).sum()))
         return np.where(inside, address, self.size + (-self.size) % 16) + slot * self.stride, inside
 
     def granules(self, at, size):
@@ -336,27 +330,15 @@ class SharedMemory:
 
     def store(self, address, slot, width, numbers, keys, place):
         at, _ = self.index(address, slot, width * len(numbers), place)
-        view, index = self.views[width], self.granules(at, width * len(numbers))
-        before = [view[at // width + k] for k in range(len(numbers))]
-        for k, x in enumerate(numbers):
-            view[at // width + k] = x
-
-        def same(after=False):
-            there = (
-                [near(view[at // width + k], x) for k, x in enumerate(numbers)]
-                if after
-                else map(np.equal, before, numbers)
-            )
-            return np.repeat(np.all(list(there), axis=0), index.shape[1])
-
+        index = self.granules(at, width * len(numbers))
+        _, same = write(self.views[width], at // width, numbers, index.shape[1])
         self.shadow.on_write(index.ravel(), np.repeat(keys, index.shape[1]), place, same)
 
     def mark(self, at, size, keys, place):
         """A copy into shared memory begins or ends there."""
         index = self.granules(at, size)
-        self.shadow.on_write(
-            index.ravel(), np.repeat(keys, index.shape[1]), place, lambda after=False: np.zeros(index.size, bool)
-        )
+        never = lambda after=False: np.zeros(index.size, bool)  # noqa: E731
+        self.shadow.on_write(index.ravel(), np.repeat(keys, index.shape[1]), place, never)
 
     def forget(self, at, size):
         """Set all bits of what a copy will overwrite."""

@@ -1,4 +1,4 @@
-"""Compiled kernels run on the CPU: the machine finds known faults, and none in a few launches of each kind of read."""
+"""Compiled kernels run on the CPU: the machine finds known faults, and none in a few launches of reads."""
 
 import os
 import subprocess
@@ -9,7 +9,6 @@ import pytest
 from depthlm.locations import REPOSITORY
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.slow
 
 
 def run(module: str, *arguments: str) -> str:
@@ -21,12 +20,16 @@ def run(module: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_the_machine_finds_known_faults_and_computes_what_instructions_mean() -> None:
-    printed = run("tests.ptx_machine.prove")
+@pytest.mark.parametrize(
+    "options", [pytest.param(["--quick"], marks=pytest.mark.slow), pytest.param([], marks=pytest.mark.release)]
+)
+def test_the_machine_finds_known_faults_and_computes_what_instructions_mean(options: list[str]) -> None:
+    printed = run("tests.ptx_machine.prove", *options)
     assert printed.splitlines()[-1] == "all proved"
     assert "a missing barrier around shared memory is found" in printed
 
 
+@pytest.mark.slow
 def test_compiled_reads_of_a_source_that_occurs_twice_have_no_fault() -> None:
-    lines = run("tests.ptx_machine", "--only", "repeated").splitlines()
-    assert [line for line in lines if " orders " in line and line.endswith("agrees")] == lines[:6]
+    lines = run("tests.ptx_machine", "--only", "repeated weighted reads1").splitlines()
+    assert [line for line in lines if " orders " in line and line.endswith("agrees")] == lines[:1]

@@ -12,7 +12,8 @@ from .accesses import Accesses
 from .ptx import REGISTER, Block, Instruction, Kernel, Unknown
 from .values import TYPES, UNSIGNED
 
-INFIX = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^"}
+INFIX = {"and": "&", "or": "|", "xor": "^"}
+FORMS = {"add": "({0} + {1})", "sub": "({0} - {1})", "neg": "(-{0})", "abs": "np.abs({0})", "not": "~{0}"}
 COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 COMPARE |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 APPROXIMATE = {"ex2": "np.exp2({0})", "lg2": "np.log2({0})", "rcp": "(F32(1) / {0})", "sqrt": "np.sqrt({0})"}
@@ -138,9 +139,10 @@ class Translator(Accesses):
         if method:
             return method(i)
         kind = i.type if i.marks else ""
-        if (i.name in INFIX and kind in ("pred", "f32", "f64")) or (i.name in INFIX and kind[0] in "bus"):
-            a, b = (self.operand(x, kind) for x in i.operands[1:])
-            return self.result(i, self.flushed(i, f"({a} {INFIX[i.name]} {b})"), kind)
+        if i.name in INFIX:
+            return self.binary(i, f"({{0}} {INFIX[i.name]} {{1}})")
+        if i.name in FORMS:
+            return self.arithmetic(i, FORMS[i.name])
         if i.name in APPROXIMATE and kind == "f32":
             given = self.operand(i.operands[1], kind)
             text = APPROXIMATE[i.name].format(f"flush({given})" if "ftz" in i.marks else given)
@@ -150,47 +152,40 @@ class Translator(Accesses):
     def flushed(self, i: Instruction, text: str) -> str:
         return f"flush({text})" if "ftz" in i.marks else text
 
-    def binary(self, i: Instruction, form: str, kind: str | None = None) -> None:
-        kind = kind or i.type
-        self.result(i, self.flushed(i, form.format(*(self.operand(x, kind) for x in i.operands[1:]))), kind)
+    def binary(self, i: Instruction, form: str) -> None:
+        self.result(i, self.flushed(i, form.format(*(self.operand(x, i.type) for x in i.operands[1:]))), i.type)
 
-    def arithmetic(self, i: Instruction, form: str, half_form: str | None = None) -> bool:
-        """Translate the f16, bf16 and packed forms of an instruction, computed in fp32 and rounded once."""
+    def arithmetic(self, i: Instruction, form: str, wide_form: str | None = None) -> None:
+        """Translate an instruction; its f16, bf16 and packed forms are computed in fp32 and rounded once.
+
+        wide_form: for other types.
+        """
         kind = i.type
         if kind not in ("f16", "bf16", "f16x2", "bf16x2"):
-            return False
+            return self.binary(i, wide_form or form)
         lanes = 2 if kind.endswith("x2") else 1
         given = [self.operand(x, "b32" if lanes == 2 else "b16") for x in i.operands[1:]]
         parts = []
         for lane in range(lanes):
             halves = [f"({x} >> U32({16 * lane})).astype(U16)" if lanes == 2 else x for x in given]
             exact = [f"from_bf16({x})" if kind.startswith("b") else f"{x}.view(F16).astype(F32)" for x in halves]
-            total = (half_form or form).format(*(f"{x}.astype(F64)" for x in exact))
+            total = form.format(*(f"{x}.astype(F64)" for x in exact))
             parts.append(
                 f"to_bf16(({total}).astype(F32))" if kind.startswith("b") else f"({total}).astype(F16).view(U16)"
             )
         self.assign(i, i.operands[0], f"pack({', '.join(parts)})" if lanes == 2 else parts[0])
-        return True
-
-    def do_add(self, i):
-        self.arithmetic(i, "({0} + {1})") or self.binary(i, "({0} + {1})")
-
-    def do_sub(self, i):
-        self.arithmetic(i, "({0} - {1})") or self.binary(i, "({0} - {1})")
 
     def do_fma(self, i):
         kind = {"f32": "F32", "f64": "F64"}.get(i.type)
-        self.arithmetic(i, "({0} * {1} + {2})") or self.binary(i, f"fma({{0}}, {{1}}, {{2}}, {kind})")
+        self.arithmetic(i, "({0} * {1} + {2})", f"fma({{0}}, {{1}}, {{2}}, {kind})")
 
     def do_mul(self, i):
-        if self.arithmetic(i, "({0} * {1})"):
-            return
         if "wide" in i.marks:
             kind = i.type
             wide = kind[0] + str(2 * int(kind[1:]))
             form = "({{0}}.astype({0}) * {{1}}.astype({0}))".format(TYPES[wide].__name__)
             return self.result(i, form.format(*(self.operand(x, kind) for x in i.operands[1:])), wide)
-        self.binary(i, "multiply_high({0}, {1})" if "hi" in i.marks else "({0} * {1})")
+        self.arithmetic(i, "({0} * {1})", "multiply_high({0}, {1})" if "hi" in i.marks else None)
 
     def do_mad(self, i):
         kind = i.type
@@ -209,19 +204,10 @@ class Translator(Accesses):
         if i.type[0] in "us":
             return self.binary(i, f"np.{word}imum({{0}}, {{1}})")
         form = f"np.{word}imum({{0}}, {{1}})" if "NaN" in i.marks else f"np.f{word}({{0}}, {{1}})"
-        self.arithmetic(i, form) or self.binary(i, form)
+        self.arithmetic(i, form)
 
     def do_max(self, i):
         self.do_min(i, "max")
-
-    def do_neg(self, i):
-        self.arithmetic(i, "(-{0})") or self.binary(i, "(-{0})")
-
-    def do_abs(self, i):
-        self.arithmetic(i, "np.abs({0})") or self.binary(i, "np.abs({0})")
-
-    def do_not(self, i):
-        self.binary(i, "~{0}")
 
     def do_div(self, i):
         self.binary(i, "({0} / {1})" if i.type[0] == "f" else "divide({0}, {1})")

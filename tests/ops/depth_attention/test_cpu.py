@@ -17,7 +17,7 @@ def mixed(q: torch.Tensor, *entries: torch.Tensor) -> torch.Tensor:
     return depth_value_mix(q, entries[: len(entries) // 2], entries[len(entries) // 2 :])
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     n=st.integers(1, 4), kv_heads=st.integers(1, 2), groups=st.integers(1, 3), t=st.integers(1, 3), e=st.integers(1, 5)
 )

@@ -1,6 +1,7 @@
 """The choice of an implementation: by token, by chunk, or by fla-core, which tests replace by the recurrence."""
 
 import sys
+from inspect import unwrap
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 
 from depthlm.ops.kimi_delta import attention as module
-from depthlm.ops.kimi_delta.attention import delta_attention
+from depthlm.ops.kimi_delta.attention import delta_attention, gated_rms_norm, l2_norm, short_convolution
+from depthlm.ops.kimi_delta.chunked import CHUNK
 from depthlm.ops.kimi_delta.naive import recurrence
 
-from ..inputs import assert_close
+from ..inputs import assert_close, normal
 from .inputs import NAMES, inputs, results, starts
 
 B, T = 3, 10
@@ -74,8 +76,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("with_state", [False, True])
-@pytest.mark.parametrize("share", [None, 0.0, 0.3])
+@pytest.mark.parametrize(("share", "with_state"), [(None, True), (0.0, False), (0.3, True)])
 def test_fla_gets_documents_as_sequences(share: float | None, with_state: bool, ran: list[str]) -> None:
     *arguments, state = (x.detach().float() for x in inputs(B, T, 2, 4, 3))
     documents = None if share is None else starts(B, T, share, seed=4)
@@ -112,3 +113,22 @@ def test_fla_equals_the_recurrence_on_a_gpu(share: float | None) -> None:
     on_gpu = None if documents is None else documents.cuda()
     found = [x.cpu() for x in results(delta_attention, rounded, on_gpu)]
     assert_close(NAMES, found, results(recurrence, exact, documents), 3e-2)
+
+
+@pytest.mark.slow
+def test_the_operators_equal_those_of_transformers() -> None:
+    kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    q, k, v, g, beta, state = arguments = [x.detach().float() for x in inputs(2, CHUNK + 9, 2, 8, 8)]
+    for function in (kimi.chunk_kimi_delta_attention, kimi.recurrent_kimi_delta_attention):
+        # where fla-core is installed, transformers calls it
+        expected = unwrap(function)(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
+        torch.testing.assert_close(delta_attention(*arguments), expected, rtol=0, atol=1e-5)
+    x, gate, weight = (normal(*shape, seed=i).detach() for i, shape in enumerate([(B, T, 5), (B, T, 5), (5, 4)]))
+    convolved = unwrap(kimi.causal_conv1d_fn)(x.mT, weight, activation="silu").mT
+    torch.testing.assert_close(short_convolution(x, weight)[0], convolved)
+    torch.testing.assert_close(l2_norm(x), kimi.l2norm(x))
+    norm = kimi.KimiLinearRMSNormGated(5, eps=1e-5)
+    norm.weight.data.copy_(normal(5, seed=2))
+    for dtype in (torch.float32, torch.bfloat16):
+        low = [y.to(dtype) for y in (x, gate)]
+        torch.testing.assert_close(gated_rms_norm(*low, norm.weight, 1e-5), norm(*low))

@@ -1,4 +1,4 @@
-"""Delta attention by chunks equals its recurrence, and that of fla-core."""
+"""Delta attention by chunks equals its recurrence."""
 
 from unittest.mock import patch
 
@@ -15,7 +15,7 @@ from ..inputs import assert_close
 from .inputs import NAMES, inputs, results, starts
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     b=st.integers(1, 3), t=st.integers(1, 40), h=st.integers(1, 3), d=st.integers(1, 5), e=st.integers(1, 5),
     chunk=st.sampled_from([1, 8, 16, CHUNK]), strongest=st.sampled_from([0.0, 0.1, 2.0, 100.0]),
@@ -31,12 +31,10 @@ def test_chunks_equal_the_recurrence(
     assert_close(NAMES, found, results(recurrence, arguments, starts_bt), 1e-10)
 
 
-@pytest.mark.parametrize("t", [CHUNK, 2 * CHUNK + 10])
-def test_long_sequences_equal_the_recurrence(t: int) -> None:
-    arguments = inputs(2, t, 2, 5, 4)
-    for documents in (None, starts(2, t, 0.02)):
-        found = results(chunked, arguments, documents)
-        assert_close(NAMES, found, results(recurrence, arguments, documents), 1e-10)
+@pytest.mark.parametrize(("t", "share"), [(CHUNK, None), (2 * CHUNK + 10, 0.02)])
+def test_long_sequences_equal_the_recurrence(t: int, share: float | None) -> None:
+    arguments, documents = inputs(2, t, 2, 5, 4), None if share is None else starts(2, t, share)
+    assert_close(NAMES, results(chunked, arguments, documents), results(recurrence, arguments, documents), 1e-10)
 
 
 def test_without_a_state_the_first_one_is_zero() -> None:
@@ -48,34 +46,18 @@ def test_without_a_state_the_first_one_is_zero() -> None:
 
 def test_a_batch_in_parts_equals_the_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PART", 2 * 9 * 2 * 4)
-    arguments = inputs(5, 9, 2, 4, 3)
-    for documents in (None, starts(5, 9, 0.2)):
-        found = results(chunked, arguments, documents)
-        assert_close(NAMES, found, results(recurrence, arguments, documents), 1e-10)
-
-
-def test_documents_equal_separate_sequences() -> None:
-    t, ends = 3 * CHUNK, [0, 5, 6, CHUNK, CHUNK + 20, 3 * CHUNK]
-    *arguments, state = inputs(1, t, 2, 4, 3)
-    starts_bt = torch.zeros(1, t, dtype=torch.bool)
-    starts_bt[0, ends[1:-1]] = True
-    out, last = chunked(*arguments, state, starts_bt)
-    states = [state, *[None] * (len(ends) - 2)]
-    pieces = zip(*(x.tensor_split(ends[1:-1], dim=1) for x in arguments), strict=True)
-    found = [chunked(*piece, first) for piece, first in zip(pieces, states, strict=True)]
-    torch.testing.assert_close(out, torch.cat([x for x, _ in found], dim=1), rtol=0, atol=1e-12)
-    torch.testing.assert_close(last, found[-1][1], rtol=0, atol=1e-12)
+    arguments, documents = inputs(5, 9, 2, 4, 3), starts(5, 9, 0.2)
+    assert_close(NAMES, results(chunked, arguments, documents), results(recurrence, arguments, documents), 1e-10)
 
 
 def test_the_gradients_are_those_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(chunked, inputs(1, 5, 1, 2, 2))
 
 
-@pytest.mark.parametrize("strongest", [0.1, 50.0, 1000.0])
+@pytest.mark.parametrize("strongest", [0.1, 1000.0])
 def test_fp32_is_exact_for_any_decay(strongest: float) -> None:
     exact = inputs(1, 2 * CHUNK + 2, 2, 16, 16, strongest)
     found = results(chunked, [x.detach().float().requires_grad_() for x in exact])
-    assert all(x.isfinite().all() for x in found)
     assert_close(NAMES, found, results(recurrence, exact), 3e-6)
 
 
@@ -95,10 +77,3 @@ def test_bf16_under_autocast_computes_in_fp32() -> None:
     # that of a rounded result
     assert_close(NAMES, found, expected, 2**-8)
     assert_close(["state"], [found[1]], [expected[1]], 1e-5)
-
-
-def test_it_equals_fla() -> None:
-    naive = pytest.importorskip("fla.ops.kda.naive")
-    *arguments, state = (x.detach().float() for x in inputs(2, CHUNK + 9, 2, 8, 8))
-    expected = naive.naive_recurrent_kda(*arguments, initial_state=state, output_final_state=True)
-    torch.testing.assert_close(chunked(*arguments, state), expected, rtol=0, atol=1e-5)

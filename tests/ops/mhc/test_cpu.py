@@ -23,7 +23,7 @@ def written(x: torch.Tensor, y: torch.Tensor, post: torch.Tensor, res: torch.Ten
     return write_streams(x, Pending(y, post, res))
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(n=st.integers(1, 4), t=st.integers(1, 4), d=st.integers(1, 5))
 def test_read_and_write_streams(n: int, t: int, d: int) -> None:
     pre, post, res = normal(2, t, n), normal(2, t, n, seed=1), normal(2, t, n, n, seed=2)
@@ -36,7 +36,7 @@ def test_read_and_write_streams(n: int, t: int, d: int) -> None:
     assert torch.autograd.gradcheck(read_streams, (pre, x))
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     n=st.integers(1, 3), d=st.integers(1, 4), iterations=st.integers(1, 4), weighted=st.booleans(),
     identity=st.booleans(), form=st.builds(Form, *[st.sampled_from([0.0, 0.1])] * 4),
@@ -54,7 +54,7 @@ def test_maps(n: int, d: int, iterations: int, weighted: bool, identity: bool, f
     torch.testing.assert_close(*(torch.autograd.grad(result, inputs, along) for result in results))
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(n=st.integers(1, 4), w=st.integers(1, 5), m=st.integers(1, 5), eps=st.sampled_from([1e-5, 0.1]))
 def test_normed_projection(n: int, w: int, m: int, eps: float) -> None:
     x, weight = normal(2, 3, n, w), normal(m, w, seed=1)
@@ -63,7 +63,7 @@ def test_normed_projection(n: int, w: int, m: int, eps: float) -> None:
     assert torch.autograd.gradcheck(lambda x, weight: normed_projection(x, weight, eps), (x, weight))
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(n=st.integers(1, 5), iterations=st.integers(1, 6), eps=st.sampled_from([0.0, 1e-6, 0.1]))
 def test_sinkhorn(n: int, iterations: int, eps: float) -> None:
     logits = normal(2, 3, n, n)

@@ -13,8 +13,9 @@ from depthlm.ops.mhc.cpu import Parameters, Pending
 from depthlm.ops.mhc.naive import mhc_post_pre, write_streams
 from depthlm.ops.mhc.rebuilding import RUN
 
+from ..inputs import DEVICE
+
 N, D, WRITES = 2, 8, 2 * RUN + 3
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)
@@ -47,13 +48,12 @@ def mhc_chain(x: Tensor, weights: list[Tensor], rebuild: bool) -> Tensor:
 
 
 SHAPES = {hyper_connections_chain: (N + 2, D), mhc_chain: (N * (N + 2), N * D)}
-CHAINS = [
-    *((chain, "torch") for chain in SHAPES),
-    pytest.param(mhc_chain, "triton", marks=pytest.mark.slow),
-]
 
 
-@pytest.mark.parametrize(("chain", "kernels"), CHAINS)
+@pytest.mark.parametrize(
+    ("chain", "kernels"),
+    [*((chain, "torch") for chain in SHAPES), pytest.param(mhc_chain, "triton", marks=pytest.mark.slow)],
+)
 def test_gradients_are_the_same_and_few_streams_are_saved(chain: Any, kernels: str) -> None:
     if kernels == "triton":
         pytest.importorskip("triton")

@@ -48,11 +48,13 @@ def loss(tensors: list[Tensor], banked: bool, slots: int | None = None, recomput
     return x.square().sum()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("slots", [None, 1, 2, 3])
+@pytest.mark.parametrize(("slots", "recompute"), [(None, False), (None, True), (1, False), (3, True)])
 def test_gradients_equal_those_of_separate_entries(slots: int | None, recompute: bool) -> None:
     tensors = weights()
-    expected = torch.autograd.grad(loss(tensors, False, slots), tensors, allow_unused=True)
+    separate = loss(tensors, False, slots)
+    with torch.no_grad():
+        torch.testing.assert_close(loss(tensors, True, slots), separate.detach())
+    expected = torch.autograd.grad(separate, tensors, allow_unused=True)
     found = torch.autograd.grad(loss(tensors, True, slots, recompute), tensors, allow_unused=True)
     for x, y in zip(found, expected, strict=True):
         assert (x is None) == (y is None)
@@ -70,7 +72,7 @@ def test_backward_passes_through_the_same_graph_start_again() -> None:
     assert all(x is y or torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("frozen", [slice(0, 11), slice(6, 11), slice(12, 13)])
+@pytest.mark.parametrize("frozen", [slice(0, 11), slice(12, 13)])
 def test_some_tensors_are_frozen(frozen: slice) -> None:
     tensors = weights()
     for x in tensors[frozen]:
@@ -131,14 +133,6 @@ def test_a_backward_pass_frees_the_bank_and_the_sums() -> None:
     total.backward()
     assert storage() is None
     assert sums.sums_n2btke is None
-
-
-def test_without_gradients_the_entries_are_the_same() -> None:
-    tensors = weights()
-    with torch.no_grad():
-        found = loss(tensors, True)
-    torch.testing.assert_close(found, loss(tensors, False).detach())
-    assert not found.requires_grad
 
 
 def test_a_limited_list_has_the_newest_entries() -> None:

@@ -12,14 +12,10 @@ from depthlm.ops.backend import using
 from depthlm.ops.moda.bank import depth_of
 from depthlm.ops.moda.merge import merged_attention, moda_depth, moda_depth_backward
 
-from ..compiling import compile_kernels, settings_of
+from ..inputs import DEVICE
+from ..inputs import single as normal
 
 triton_ops = pytest.importorskip("depthlm.ops.moda.triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def tensors(n: int, kv_heads: int, groups: int, t: int, e: int, b: int = 2) -> list[Tensor]:
@@ -51,27 +47,23 @@ def assert_same(inputs: list[Tensor], tolerance: float = 1e-5, fresh: int = 0) -
         torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(
-    n=st.integers(1, 7), kv_heads=st.integers(1, 3), groups=st.integers(1, 9), t=st.integers(1, 9),
+    n=st.integers(1, 7), kv_heads=st.integers(1, 3), groups=st.integers(1, 9), t=st.integers(1, 4),
     e=st.integers(1, 40), fresh=st.integers(0, 7),
 )  # fmt: skip
 def test_equals_the_reference(n: int, kv_heads: int, groups: int, t: int, e: int, fresh: int) -> None:
     assert_same(tensors(n, kv_heads, groups, t, e), fresh=min(fresh, n))
 
 
-@pytest.mark.parametrize(("n", "groups", "e"), [(1, 1, 8), (2, 8, 256), (2, 16, 256), (17, 40, 4)])
-def test_smallest_and_largest_shapes(n: int, groups: int, e: int) -> None:
-    assert_same(tensors(n, 1, groups, 3, e, b=1), 2e-5, fresh=1)
-
-
-def test_a_hundred_entries() -> None:
-    assert_same(tensors(100, 1, 2, 3, 4, b=1), fresh=60)
+@pytest.mark.parametrize(("n", "groups", "e", "fresh"), [(2, 16, 256, 1), (17, 40, 4, 1), (100, 2, 4, 60)])
+def test_largest_shapes(n: int, groups: int, e: int, fresh: int) -> None:
+    assert_same(tensors(n, 1, groups, 3, e, b=1), 2e-5, fresh=fresh)
 
 
 def test_a_range_of_a_bank() -> None:
     """Entries and sums are slices, and the sums around them keep their values."""
-    *queries, bank, all_sums = tensors(6, 2, 3, 5, 8)
+    *queries, bank, all_sums = tensors(6, 2, 3, 2, 8)
     before = all_sums.clone()
     with using("triton"):
         context, merged = moda_depth(queries[1], *queries[2:4], bank[2:5])
@@ -85,23 +77,19 @@ def test_a_range_of_a_bank() -> None:
     "kind", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.skipif(DEVICE == "cpu", reason="GPU"))]
 )
 def test_16_bit_inputs(kind: torch.dtype) -> None:
-    inputs = tensors(5, 2, 2, 7, 16)
+    inputs = tensors(5, 2, 2, 2, 16)
     assert_same([x if x.ndim == 3 else x.to(kind) for x in inputs], 1e-2, fresh=2)
 
 
-def test_inputs_may_have_different_dtypes() -> None:
-    grad, q, out, lse, grad_q, entries, sums = tensors(3, 2, 2, 5, 8)
+def test_dtypes_and_memory_layouts_may_differ() -> None:
+    grad, q, out, lse, grad_q, entries, sums = tensors(3, 2, 2, 2, 8)
     assert_same([grad, q.half(), out.half(), lse, grad_q, entries, sums], 5e-3)
     assert_same([grad.half(), q, out, lse, grad_q, entries.half(), sums.half()], 1e-2)
-
-
-def test_memory_layouts_do_not_matter() -> None:
-    _, q, out, lse, grad_q, entries, sums = tensors(3, 2, 2, 5, 8)
     wide = torch.cat([entries, entries], -1)[..., 8:]
     # the layout of the log-sum-exp of flash attention on a CPU
     turned = lse.transpose(1, 2).contiguous().transpose(1, 2)
-    grad = normal(2, 1, 1, 8).expand(2, 4, 5, 8)
-    assert_same([grad, q.contiguous(), out.contiguous(), turned, grad_q.contiguous(), wide, sums])
+    expanded = normal(2, 1, 1, 8).expand(2, 4, 2, 8)
+    assert_same([expanded, q.contiguous(), out.contiguous(), turned, grad_q.contiguous(), wide, sums])
 
 
 def test_large_scores_stay_finite() -> None:
@@ -111,16 +99,15 @@ def test_large_scores_stay_finite() -> None:
 
 
 def test_results_are_bitwise_reproducible() -> None:
-    inputs = tensors(4, 2, 3, 9, 8)
-    for x, y in zip(*(results("triton", inputs) for _ in range(2)), strict=True):
-        assert torch.equal(x, y)
+    inputs = tensors(4, 2, 3, 9 if DEVICE == "cuda" else 1, 8)
+    assert all(map(torch.equal, *(results("triton", inputs) for _ in range(2))))
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="flash attention on a GPU takes 16 bits only")
 def test_attention_over_sequence_and_depth() -> None:
     """The autograd function over both parts, with an entry that is used twice."""
-    q = tensors(1, 2, 3, 6, 8)[1]
-    k, v, *entries = (normal(2, 6, 2, 8, seed=j).transpose(1, 2) for j in range(7))
+    q = tensors(1, 2, 3, 3, 8)[1]
+    k, v, *entries = (normal(2, 3, 2, 8, seed=j).transpose(1, 2) for j in range(7))
     found = []
     for kernels in ("triton", "torch"):
         inputs = [x.detach().requires_grad_() for x in (q, k, v, *entries)]
@@ -142,36 +129,16 @@ def test_operators_pass_opcheck() -> None:
 def test_unsupported_arguments_are_refused() -> None:
     grad, q, out, lse, grad_q, entries, sums = tensors(1, 2, 2, 3, 4)
     wide, wide_lse, wide_entries = normal(1, 1, 1, 300), normal(1, 1, 1), normal(1, 2, 1, 1, 1, 300)
-    refused: list[tuple[Any, type[Exception], str]] = [
-        ((wide, wide, wide_lse, wide_entries), ValueError, "head size 300 is above 256"),
-        ((q, out, lse, entries.double()), ValueError, "torch.float64 is not fp32, fp16 or bf16"),
-        ((q, out, lse.double(), entries), ValueError, "torch.float64 is not fp32, fp16 or bf16"),
-        ((q, out, lse[..., 1:], entries), ValueError, r"lse is \[2, 4, 2\], must be \[2, 4, 3\]"),
-        ((q, out, lse, entries[:, :, :, 1:]), ValueError, r"entries is \[1, 2, 2, 2, 2, 4\], must be"),
-        (
-            (q[:, 1:], out[:, 1:], lse[:, 1:], entries),
-            ValueError,
-            "3 query heads, must be a multiple of the 2 key/value heads",
-        ),
-        ((q, out.to("meta"), lse, entries), ValueError, "out is on meta, must be on"),
+    refused: list[tuple[Any, str]] = [
+        ((wide, wide, wide_lse, wide_entries), "head size 300 is above 256"),
+        ((q, out, lse, entries.double()), "torch.float64 is not fp32, fp16 or bf16"),
+        ((q, out, lse[..., 1:], entries), r"lse is \[2, 4, 2\], must be \[2, 4, 3\]"),
+        ((q, out, lse, entries[:, :, :, 1:]), r"entries is \[1, 2, 2, 2, 2, 4\], must be"),
+        ((q[:, 1:], out[:, 1:], lse[:, 1:], entries), "3 query heads, must be a multiple of the 2 key/value heads"),
+        ((q, out.to("meta"), lse, entries), "out is on meta, must be on"),
     ]
-    for arguments, error, message in refused:
-        with using("triton"), pytest.raises(error, match=message):
+    for arguments, message in refused:
+        with using("triton"), pytest.raises(ValueError, match=message):
             moda_depth(*arguments)
     with using("triton"), pytest.raises(ValueError, match=r"sums is \[1, 1, 2, 3, 2, 4\], must be"):
         moda_depth_backward(grad, q, out, lse, grad_q, entries, sums[:, 1:])
-
-
-@pytest.mark.slow
-def test_the_kernels_compile_for_gpus() -> None:
-    names = ("q", "out", "entries", "context", "grad", "grad_q", "sums")
-    types: dict[str, Any] = {f"{name}_ptr": "*bf16" for name in names}
-    types |= {f"{name}_ptr": "*fp32" for name in ("lse", "merged")}
-    types |= dict.fromkeys(("rows", "tokens", "n", "fresh"), "i32")
-    for e, groups in ((64, 4), (128, 3), (256, 16)):
-        constants, warps = triton_ops.settings_of(e, 4, groups, torch.bfloat16)
-        values = {key: value.value for key, value in constants._asdict().items()} | {"dtype": "bfloat16"}
-        kernels = [
-            (name, types | {"settings": settings_of(**values)}, {}) for name in ("moda_forward", "moda_backward")
-        ]
-        compile_kernels("depthlm.ops.moda.triton", kernels, warps)
