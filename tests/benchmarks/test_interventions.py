@@ -27,6 +27,7 @@ def loss_of(model: Decoder) -> float:
     return cross_entropy(logits, torch.cat([targets.flatten() for _, targets in MEASURED])).item()
 
 
+@pytest.mark.slow
 def test_sources_are_chosen_on_some_tokens_and_losses_measured_on_others(build: Build) -> None:
     model = build("model=attention_residuals", "model.connection.block_size=1")
     for connection in model.connections:
