@@ -13,6 +13,8 @@ from depthlm.distributed.process_group import start_distributed
 from depthlm.training import train
 from depthlm.training.engine import undo_sharding
 
+from ..two_ranks import train_on_ranks
+
 
 @pytest.fixture(scope="module", autouse=True)
 def plain_linear_after_the_module() -> Iterator[None]:
@@ -63,3 +65,20 @@ def trained(small_run: Callable[..., list[str]], shared_runs: Path, tmp_path: Pa
         return Path(shutil.copytree(source, tmp_path / name))
 
     return copied
+
+
+@pytest.fixture
+def train_run(
+    request: pytest.FixtureRequest, small_run: Callable[..., list[str]], tmp_path: Path
+) -> Callable[..., Path]:
+    """Train a run with these overrides on one rank or on two, which must succeed, and return its directory."""
+
+    def completed(*overrides: str, name: str = "run", ranks: int = 1) -> Path:
+        given = small_run(*overrides, name=name)
+        if ranks == 1:
+            assert train(depthlm.compose(given)) == 0
+        else:
+            assert request.getfixturevalue("two_ranks")(train_on_ranks, given) == [0, 0]
+        return tmp_path / name
+
+    return completed

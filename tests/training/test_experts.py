@@ -14,8 +14,7 @@ from depthlm.config import ConfigError
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
 
-from ..two_ranks import TwoRanks, train_and_resume, train_on_ranks
-from .run_files import assert_same, bad_batches, curve, weights
+from .run_files import assert_same, assert_same_run, bad_batches, losses, weights
 
 STEPS = 6
 EXPERTS = ("backbone=qwen3_moe", "size.num_experts=4", "backbone.router_bias_rate=0.01", "training.log_every=1",
@@ -36,25 +35,22 @@ def biases(directory: Path) -> list[torch.Tensor]:
     ("stage", "precision"),
     [
         ("zero0", "fp32"),
-        pytest.param("zero1", "bf16", marks=pytest.mark.slow),
-        pytest.param("zero2", "fp32", marks=pytest.mark.slow),
-        pytest.param("zero3", "fp32", marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("zero1", "bf16"), ("zero3", "fp32"))),
     ],
 )
 def test_two_ranks_equal_one_and_a_resumed_run_equals_both(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, stage: str, precision: str
+    train_run: Callable[..., Path], stage: str, precision: str
 ) -> None:
     given = (*EXPERTS, f"deepspeed={stage}", f"precision={precision}")
-    assert train(depthlm.compose(small_run(*given, name="one"))) == 0
-    train_and_resume(two_ranks, small_run, given, (3, STEPS))
-    one, two, resumed = (tmp_path / name for name in ("one", "two", "resumed"))
-    assert curve(two) == curve(resumed)
-    assert_same(weights(two), weights(resumed))
+    one, two = train_run(*given, name="one"), train_run(*given, ranks=2, name="two")
+    for stop in (3, STEPS):
+        resumed = train_run(*given, f"training.stop_after={stop}", ranks=2, name="resumed")
+    assert_same_run(two, resumed)
     rows = [records(path) for path in (one, two, resumed)]
     assert rows[1] == rows[2]
     assert [row["step"] for row in rows[0]] == list(range(1, STEPS + 1))
     tolerance = 1e-5 if precision == "fp32" else 3e-2
-    torch.testing.assert_close([row[2] for row in curve(one)], [row[2] for row in curve(two)], rtol=tolerance, atol=0)
+    torch.testing.assert_close(losses(one), losses(two), rtol=tolerance, atol=0)
     if precision == "fp32":
         torch.testing.assert_close(rows[0][-1]["load"], rows[1][-1]["load"])
         assert_same(dict(enumerate(biases(one))), dict(enumerate(biases(two))))
@@ -91,33 +87,13 @@ def test_a_skipped_step_does_not_change_the_biases(small_run: Overrides, tmp_pat
     assert any(changes.values())
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+def test_impossible_routers_are_refused(small_run: Overrides) -> None:
+    for overrides, message in (
         (["backbone.router_groups=3"], "backbone.router_groups=3: must divide size.num_experts=8; allowed: 1, 2, 4, 8"),
-        (
-            ["backbone.router_groups=2", "backbone.router_groups_kept=3"],
-            "backbone.router_groups_kept=3: there are only",
-        ),
+        (["backbone.router_groups=2", "backbone.router_groups_kept=3"], "router_groups_kept=3: there are only"),
         (["backbone.router_groups=8"], "a group needs at least two of the 8 experts"),
         (["size.experts_per_token=9"], "size.experts_per_token=9: only 8 experts can be chosen"),
         (["backbone.router_groups=4", "size.experts_per_token=3"], "only 2 experts can be chosen"),
-    ],
-)
-def test_impossible_routers_are_refused(small_run: Overrides, overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
-        depthlm.compose(small_run("backbone=qwen3_moe", *overrides))
-
-
-@pytest.mark.slow
-def test_another_number_of_ranks_resumes_with_the_biases(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
-) -> None:
-    given = (*EXPERTS, "deepspeed=zero1")
-    assert two_ranks(train_on_ranks, small_run(*given, name="straight")) == [0, 0]
-    assert two_ranks(train_on_ranks, small_run(*given, "training.stop_after=3", name="converted")) == [0, 0]
-    assert train(depthlm.compose(small_run(*given, name="converted"))) == 0
-    straight, converted = tmp_path / "straight", tmp_path / "converted"
-    expected = [row[2] for row in curve(straight)]
-    torch.testing.assert_close([row[2] for row in curve(converted)], expected, rtol=1e-5, atol=0)
-    assert_same(dict(enumerate(biases(straight))), dict(enumerate(biases(converted))))
+    ):
+        with pytest.raises(ConfigError, match=message):
+            depthlm.compose(small_run("backbone=qwen3_moe", *overrides))
