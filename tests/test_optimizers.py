@@ -77,9 +77,12 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("name", "backbone"),
     [
-        *((name, "qwen3") for name in ("adamw", "muon", "sgd", "sign", *LIBRARY)),
+        *((name, "qwen3") for name in ("sign", "soap")),
         ("muon", "qwen3_moe"),
-        pytest.param("soap", "qwen3_moe", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, "qwen3", marks=pytest.mark.slow)
+            for name in ("adamw", "sgd", "ademamix", "schedule_free")
+        ),
     ],
 )
 def test_the_bytes_of_the_states_equal_those_of_an_optimizer_after_a_step(mine: Path, name: str, backbone: str) -> None:
@@ -171,20 +174,13 @@ def test_an_optimizer_that_needs_values_is_not_counted_but_reported(mine: Path) 
         MemoryEstimator(config, "cuda").states(0, 1)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("optimizer=sign",),
-        pytest.param(("optimizer=sgd",), marks=pytest.mark.slow),
-        pytest.param(("optimizer=sgd", "deepspeed=zero1"), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("overrides", ["optimizer=sign", "optimizer=sgd deepspeed=zero1"])
 def test_an_optimizer_of_the_user_trains_and_resumes(
-    mine: Path, small_run: Overrides, tmp_path: Path, overrides: tuple[str, ...]
+    mine: Path, small_run: Overrides, tmp_path: Path, overrides: str
 ) -> None:
     for steps in (2, 4):
         more = ("training.max_steps=4", f"training.stop_after={steps}")
-        assert train(depthlm.compose(small_run(*overrides, *more), mine)) == 0
+        assert train(depthlm.compose(small_run(*overrides.split(), *more), mine)) == 0
     losses = [row["loss"] for row in read_metrics(tmp_path / "run/metrics.jsonl")]
     assert len(losses) == 4
     assert losses[-1] < losses[0]

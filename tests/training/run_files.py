@@ -1,6 +1,7 @@
 """What a run leaves in its directory, read for comparisons."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ from safetensors.torch import load_file
 
 from depthlm.runs.records import read_metrics
 
+# the types of the fixtures small_run, and of train_run and trained
+Overrides = Callable[..., list[str]]
+TrainRun = Callable[..., Path]
 CURVE = ("step", "tokens", "loss", "learning_rate", "grad_norm", "mean_loss")
 
 

@@ -1,8 +1,5 @@
 """Updates on synthetic tokens, without a run directory."""
 
-from typing import Any
-
-import pytest
 import torch
 
 import depthlm
@@ -10,7 +7,6 @@ from depthlm.config import Config
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.training.engine import Engine, build_engine
-from depthlm.training.engine.sharding import deepspeed_settings
 from depthlm.training.plan import Plan, learning_rate, make_plan
 from depthlm.training.step import train_step
 
@@ -40,15 +36,3 @@ def losses(overrides: list[str], steps: int, z_loss: float = 0.0) -> list[float]
         batch = tokens.view(plan.accumulation, plan.micro_batch_size, -1)
         curve.append(float(train_step(engine, batch, plan, z_loss)) / plan.tokens_per_step)
     return curve
-
-
-def shard_every_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shard at ZeRO 3 also what DeepSpeed keeps gathered: small weights always, small models for the whole step."""
-
-    def sharded(*arguments: Any) -> dict[str, Any]:
-        settings = deepspeed_settings(*arguments)
-        for name in ("param_persistence_threshold", "max_reuse_distance", "max_live_parameters"):
-            settings["zero_optimization"][f"stage3_{name}"] = 0
-        return settings
-
-    monkeypatch.setattr("depthlm.training.engine.deepspeed.deepspeed_settings", sharded)

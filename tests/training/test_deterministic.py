@@ -1,7 +1,6 @@
 """`deterministic=true` works for every mechanism."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import depthlm
 from depthlm.config import mechanisms
 from depthlm.training import trainer
 
-from .run_files import assert_same_run
+from .run_files import TrainRun, assert_same_run
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +20,7 @@ def any_algorithm_after_the_test() -> Iterator[None]:
 
 
 def test_a_deterministic_run_gives_the_same_bits_twice_and_does_not_affect_the_next_run(
-    train_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allowed, train_step = [], trainer.train_step
 

@@ -16,11 +16,10 @@ from depthlm.training.engine import build_engine
 from depthlm.training.plan import make_plan
 from depthlm.training.step import train_step
 
-from .run_files import assert_same, bad_batches, curve, manifest, weights
+from .run_files import Overrides, assert_same, bad_batches, curve, manifest, weights
 from .spoiled import train_spoiled
 from .synthetic import synthetic_tokens
 
-Overrides = Callable[..., list[str]]
 pytestmark = pytest.mark.usefixtures("fp16_on_the_cpu")
 
 

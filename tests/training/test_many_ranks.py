@@ -1,7 +1,5 @@
 """Muon on two ranks at every ZeRO stage computes what it computes on one rank at ZeRO 0."""
 
-from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -16,10 +14,9 @@ from depthlm.training.plan import learning_rate, make_plan
 from depthlm.training.step import train_step
 
 from ..two_ranks import TwoRanks
-from .run_files import assert_same_run, losses
+from .run_files import Overrides, TrainRun, assert_same_run, losses
 from .synthetic import synthetic_tokens
 
-Overrides = Callable[..., list[str]]
 STEPS = 4
 
 
@@ -50,7 +47,8 @@ def all_updates(runs: list[list[str]]) -> list[tuple[list[float], dict[str, np.n
         return [updates(overrides) for overrides in runs]
 
 
-@pytest.mark.parametrize("model", ["model=mhc", pytest.param("backbone=qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["model=mhc", "backbone=qwen3_moe"])
 def test_muon_on_two_ranks_at_every_stage_equals_muon_on_one(
     two_ranks: TwoRanks, small_run: Overrides, model: str
 ) -> None:
@@ -69,7 +67,7 @@ def test_muon_on_two_ranks_at_every_stage_equals_muon_on_one(
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (3, "bf16")])
 def test_a_run_with_muon_resumes_bit_for_bit_and_on_other_ranks(
-    train_run: Callable[..., Path], stage: int, precision: str
+    train_run: TrainRun, stage: int, precision: str
 ) -> None:
     # at ZeRO 3, DeepSpeed never sets what follows shards of odd sizes, which mhc has
     given = ("model=attention_residuals", "backbone=qwen3_moe", "optimizer=muon", f"deepspeed=zero{stage}",

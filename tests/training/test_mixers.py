@@ -1,28 +1,21 @@
 """Runs on Kimi Linear: two ranks and one, resumed runs, packed documents, and what cannot be built."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 
 import depthlm
 from depthlm.config import ConfigError
 
-from .run_files import assert_same_run, losses
+from .run_files import Overrides, TrainRun, assert_same_run, losses
 
 STEPS = 6
 KIMI = ("backbone=kimi_linear", "size.num_layers=3", "size.num_experts=4", "data.document_mask=true",
         "training.log_every=1", f"training.max_steps={STEPS}", "training.checkpoint_every=100")  # fmt: skip
-Overrides = Callable[..., list[str]]
 
 
-@pytest.mark.parametrize(
-    ("stage", "model"), [("zero0", "attention_residuals"), pytest.param("zero3", "moda", marks=pytest.mark.slow)]
-)
-def test_two_ranks_equal_one_and_a_resumed_run_equals_both(
-    train_run: Callable[..., Path], stage: str, model: str
-) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "model"), [("zero0", "attention_residuals"), ("zero3", "moda")])
+def test_two_ranks_equal_one_and_a_resumed_run_equals_both(train_run: TrainRun, stage: str, model: str) -> None:
     given = (*KIMI, f"deepspeed={stage}", f"model={model}")
     one, two = train_run(*given, name="one"), train_run(*given, ranks=2, name="two")
     for stop in (3, STEPS):
@@ -31,7 +24,7 @@ def test_two_ranks_equal_one_and_a_resumed_run_equals_both(
     torch.testing.assert_close(losses(one), losses(two), rtol=1e-5, atol=0)
 
 
-def test_a_run_tells_its_mixers(train_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_tells_its_mixers(train_run: TrainRun, capsys: pytest.CaptureFixture[str]) -> None:
     train_run("model=moda", "size.num_layers=3", "backbone.mixers=[delta,attention]", "training.max_steps=1")
     shown = " ".join(capsys.readouterr().out.split())
     assert "mixers 1 delta, 2 attention layers; the attention of moda is in the 2 with keys and values" in shown

@@ -1,6 +1,5 @@
 """Spikes of the loss: which losses are some, and what happens to their batches."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,9 @@ from depthlm.files import read_json
 from depthlm.runs.records import read_metrics
 from depthlm.training.nonfinite import spike_limit
 
-from .run_files import assert_same, bad_batches, curve, manifest, weights
+from .run_files import Overrides, TrainRun, assert_same, bad_batches, curve, manifest, weights
 from .spoiled import train_spoiled
-from .test_nonfinite import KEPT, REWIND, Overrides
+from .test_nonfinite import KEPT, REWIND
 
 
 def test_a_spike_needs_half_a_window_of_losses() -> None:
@@ -77,7 +76,7 @@ def test_a_spike_is_skipped_whatever_the_policy_for_non_finite_values(
     assert [row["outcome"] for row in bad_batches(tmp_path / "run")] == ["skipped"] * 2
 
 
-def test_a_resumed_run_takes_the_same_losses_for_spikes(train_run: Callable[..., Path]) -> None:
+def test_a_resumed_run_takes_the_same_losses_for_spikes(train_run: TrainRun) -> None:
     # it hardly learns, and the limit is so low that some losses exceed it
     overrides = [*SPIKES, "training.on_spike=skip", "training.spike_deviations=0.7", "training.max_steps=20",
                  "optimizer.lr=1e-6"]  # fmt: skip

@@ -1,12 +1,11 @@
 """Two ranks compute at every stage what one rank computes, and resume bit for bit."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from .run_files import assert_same_run, curve, losses, states, weights
+from .run_files import TrainRun, assert_same_run, curve, losses, states, weights
 
 STEPS = 6
 
@@ -36,7 +35,7 @@ def assert_close(one: Path, other: Path, precision: str) -> None:
     ],
 )  # fmt: skip
 def test_two_ranks_equal_one_that_accumulates_two_batches_and_resume_bit_for_bit(
-    train_run: Callable[..., Path], stage: str, precision: str, stage_of_one: str
+    train_run: TrainRun, stage: str, precision: str, stage_of_one: str
 ) -> None:
     given = (f"training.max_steps={STEPS}", "training.micro_batch_size=2", "training.checkpoint_every=100",
              f"precision={precision}")  # fmt: skip

@@ -1,6 +1,5 @@
 """Whatever a crash leaves of a run directory, the run resumes, and nothing that was reported as saved is lost."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from depthlm.training import train
 
 from ...crashes import Recorder
 from ...two_ranks import TwoRanks
-from ..run_files import assert_same, checkpoint, weights
+from ..run_files import Overrides, assert_same, checkpoint, weights
 from .crash_states import SMALL, failures, train_recorded
 
 # the step of the source of a fork
@@ -19,7 +18,7 @@ START = 2
 
 
 @pytest.fixture
-def overrides(small_run: Callable[..., list[str]], tmp_path: Path) -> Callable[..., list[str]]:
+def overrides(small_run: Overrides, tmp_path: Path) -> Overrides:
     """The overrides of a run in the folder `root`, beside which the events are recorded."""
     (tmp_path / "root").mkdir()
     return lambda *more: small_run(*SMALL, f"output_dir={tmp_path}/root/run", *more)
@@ -27,7 +26,7 @@ def overrides(small_run: Callable[..., list[str]], tmp_path: Path) -> Callable[.
 
 @pytest.mark.slow
 def test_a_crash_loses_nothing_that_was_saved_and_the_run_resumes_as_if_undisturbed(
-    overrides: Callable[..., list[str]], tmp_path: Path
+    overrides: Overrides, tmp_path: Path
 ) -> None:
     root, given, resumed = tmp_path / "root", overrides(), []
     assert train_recorded([*given, "training.stop_after=3"], root) == 0
@@ -50,7 +49,7 @@ def test_a_crash_loses_nothing_that_was_saved_and_the_run_resumes_as_if_undistur
 @pytest.mark.release
 @pytest.mark.parametrize("stage", ["zero0", "zero1"])
 def test_a_crash_while_a_checkpoint_is_saved_asynchronously_loses_nothing_on_one_rank_and_on_two(
-    two_ranks: TwoRanks, overrides: Callable[..., list[str]], tmp_path: Path, stage: str
+    two_ranks: TwoRanks, overrides: Overrides, tmp_path: Path, stage: str
 ) -> None:
     root, given = tmp_path / "root", overrides("training.async_checkpoint=true", f"deepspeed={stage}")
     for stop in ("3", "null"):
@@ -76,14 +75,14 @@ def test_a_crash_while_a_checkpoint_is_saved_asynchronously_loses_nothing_on_one
         ),
     ],
 )  # fmt: skip
-def test_a_missing_fsync_is_noticed(overrides: Callable[..., list[str]], tmp_path: Path, unsynced: str) -> None:
+def test_a_missing_fsync_is_noticed(overrides: Overrides, tmp_path: Path, unsynced: str) -> None:
     root = tmp_path / "root"
     assert train_recorded([*overrides(), "training.stop_after=2"], root, unsynced) == 0
     assert failures(root, tmp_path)[1]
 
 
 @pytest.fixture
-def fork(small_run: Callable[..., list[str]], tmp_path: Path) -> list[str]:
+def fork(small_run: Overrides, tmp_path: Path) -> list[str]:
     """The overrides of a fork `root/run` of `root/source`, which is trained before anything is recorded."""
     root = tmp_path / "root"
     assert train(depthlm.compose(small_run(*SMALL, f"training.stop_after={START}", f"output_dir={root}/source"))) == 0
