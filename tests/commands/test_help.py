@@ -56,8 +56,11 @@ def test_help_on_experiments_says_what_each_compares(capsys: pytest.CaptureFixtu
     assert "depthlm/rates The learning rate of each mechanism at the smallest size depthlm/scaling" in text
 
 
-def test_every_setting_of_a_mechanism_has_a_value_and_a_meaning(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in mechanisms():
+@pytest.mark.parametrize("names", [["grn_v3", "moda"], pytest.param(mechanisms(), marks=pytest.mark.slow)], ids=len)
+def test_every_setting_of_a_mechanism_has_a_value_and_a_meaning(
+    names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in names:
         lines = printed(capsys, f"model={name}").splitlines()
         assert name == "vanilla" or "arXiv" in " ".join(lines)
         settings = [

@@ -204,18 +204,20 @@ def test_two_submissions_at_once_train_every_point_once(
 def test_a_submission_that_sbatch_rejects_or_gives_no_id_is_reported_and_leaves_nothing(
     four_points: list[str], tmp_path: Path, bin_folder: Path, submit: Submit
 ) -> None:
+    # one of the points
+    point = [*four_points, "model=vanilla", "optimizer.lr=0.001"]
     fake(bin_folder, "sbatch", 'echo "Requested node configuration is not available" >&2; exit 1\n')
     with pytest.raises(UserError, match="sbatch: Requested node configuration is not available"):
-        submit(*four_points)
+        submit(*point)
     assert not (tmp_path / "runs").exists()
     # what was there before stays there
     (tmp_path / "runs/.slurm/0001").mkdir(parents=True)
     with pytest.raises(UserError, match="sbatch: Requested"):
-        submit(*four_points)
+        submit(*point)
     assert {path.name for path in (tmp_path / "runs/.slurm").iterdir()} == {"0001", "lock"}
     fake(bin_folder, "sbatch", 'echo "Welcome to the cluster"\n')
     with pytest.raises(UserError, match=r"(?s)printed no id.*squeue --me"):
-        submit(*four_points)
+        submit(*point)
 
 
 def test_what_training_would_refuse_is_not_submitted(four_points: list[str], tmp_path: Path, submit: Submit) -> None:
@@ -232,7 +234,7 @@ def test_what_training_would_refuse_is_not_submitted(four_points: list[str], tmp
         (["slurm.mem=1M"], "0.00 GiB is 80% of the memory for each rank"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=words):
-            submit(*four_points, *more)
+            submit(*four_points, "model=vanilla", "optimizer.lr=0.001", *more)
     assert not (tmp_path / "runs").exists()
 
 

@@ -51,6 +51,7 @@ def wait_for_jobs(cluster: dict[str, str], seconds: float) -> None:
     wait_until(lambda: not run(cluster, "squeue", "--noheader").strip(), seconds, "the queue is empty")
 
 
+@pytest.mark.release
 def test_an_array_of_four_points_over_two_nodes(
     cluster: dict[str, str], submit: Submit, four_points: list[str], tmp_path: Path
 ) -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -71,14 +71,18 @@ def trained(small_run: Callable[..., list[str]], shared_runs: Path, tmp_path: Pa
 def train_run(
     request: pytest.FixtureRequest, small_run: Callable[..., list[str]], tmp_path: Path
 ) -> Callable[..., Path]:
-    """Train a run with these overrides on one rank or on two, which must succeed, and return its directory."""
+    """Train a run with these overrides on one rank or on two, which must succeed, and return its directory.
 
-    def completed(*overrides: str, name: str = "run", ranks: int = 1) -> Path:
-        given = small_run(*overrides, name=name)
-        if ranks == 1:
-            assert train(depthlm.compose(given)) == 0
-        else:
-            assert request.getfixturevalue("two_ranks")(train_on_ranks, given) == [0, 0]
+    stops: it is stopped after each of these steps, and resumed.
+    """
+
+    def completed(*overrides: str, name: str = "run", ranks: int = 1, stops: Sequence[int] = ()) -> Path:
+        for more in [(f"training.stop_after={stop}",) for stop in stops] or [()]:
+            given = small_run(*overrides, *more, name=name)
+            if ranks == 1:
+                assert train(depthlm.compose(given)) == 0
+            else:
+                assert request.getfixturevalue("two_ranks")(train_on_ranks, given) == [0, 0]
         return tmp_path / name
 
     return completed

@@ -13,8 +13,7 @@ from .run_files import TrainRun, curve, losses
 def test_a_run_with_dropout_equals_itself_on_two_ranks_resumed_and_recomputed(train_run: TrainRun, stage: int) -> None:
     given = ("backbone.dropout=0.2", f"deepspeed=zero{stage}", "training.max_steps=4")
     straight = train_run(*given, name="straight")
-    for stop in (2, 4):
-        resumed = train_run(*given, f"training.stop_after={stop}", name="resumed")
+    resumed = train_run(*given, name="resumed", stops=(2, 4))
     assert curve(straight) == curve(resumed)
     assert len(losses(straight)) == 4
     recomputed = ("training.activation_checkpointing=true", "training.micro_batch_size=1")

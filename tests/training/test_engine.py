@@ -12,7 +12,6 @@ def test_a_second_engine_trains_saves_and_resumes(train_run: TrainRun, monkeypat
     deepspeed = losses(train_run(*shared, name="deepspeed"))
     monkeypatch.setattr("depthlm.training.setup.build_engine", build_plain_engine)
     undisturbed = losses(train_run(*shared, name="undisturbed"))
-    for stop in (4, 8):
-        resumed = train_run(*shared, f"training.stop_after={stop}", name="resumed")
+    resumed = train_run(*shared, name="resumed", stops=(4, 8))
     assert losses(resumed) == undisturbed
     assert undisturbed == pytest.approx(deepspeed, rel=1e-5)

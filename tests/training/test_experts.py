@@ -33,8 +33,7 @@ def biases(directory: Path) -> list[torch.Tensor]:
 def test_two_ranks_equal_one_and_a_resumed_run_equals_both(train_run: TrainRun, stage: str, precision: str) -> None:
     given = (*ROUTERS, f"deepspeed={stage}", f"precision={precision}")
     one, two = train_run(*given, name="one"), train_run(*given, ranks=2, name="two")
-    for stop in (3, STEPS):
-        resumed = train_run(*given, f"training.stop_after={stop}", ranks=2, name="resumed")
+    resumed = train_run(*given, ranks=2, name="resumed", stops=(3, STEPS))
     assert_same_run(two, resumed)
     rows = [records(path) for path in (one, two, resumed)]
     assert rows[1] == rows[2]

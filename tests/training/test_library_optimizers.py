@@ -41,8 +41,7 @@ def test_two_ranks_equal_one_and_resume_bit_for_bit_and_a_sharded_run_on_one_ran
     given = settings(optimizer, stage)
     one = train_run(*settings(optimizer, 0), name="one")
     straight = train_run(*given, ranks=2, name="straight")
-    for stop in (3, STEPS):
-        resumed = train_run(*given, f"training.stop_after={stop}", ranks=2, name="resumed")
+    resumed = train_run(*given, ranks=2, name="resumed", stops=(3, STEPS))
     assert losses(straight)[STEPS - 1] < losses(straight)[0]
     assert_close(straight, one, optimizer)
     assert losses(straight) == losses(resumed)

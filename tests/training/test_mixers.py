@@ -18,8 +18,7 @@ KIMI = ("backbone=kimi_linear", "size.num_layers=3", "size.num_experts=4", "data
 def test_two_ranks_equal_one_and_a_resumed_run_equals_both(train_run: TrainRun, stage: str, model: str) -> None:
     given = (*KIMI, f"deepspeed={stage}", f"model={model}")
     one, two = train_run(*given, name="one"), train_run(*given, ranks=2, name="two")
-    for stop in (3, STEPS):
-        resumed = train_run(*given, f"training.stop_after={stop}", ranks=2, name="resumed")
+    resumed = train_run(*given, ranks=2, name="resumed", stops=(3, STEPS))
     assert_same_run(two, resumed)
     torch.testing.assert_close(losses(one), losses(two), rtol=1e-5, atol=0)
 

@@ -81,8 +81,7 @@ def test_a_resumed_run_takes_the_same_losses_for_spikes(train_run: TrainRun) -> 
     overrides = [*SPIKES, "training.on_spike=skip", "training.spike_deviations=0.7", "training.max_steps=20",
                  "optimizer.lr=1e-6"]  # fmt: skip
     straight = train_run(*overrides, name="straight")
-    for stop in (11, 20):
-        run = train_run(*overrides, f"training.stop_after={stop}")
+    run = train_run(*overrides, stops=(11, 20))
     assert curve(run) == curve(straight)
     assert bad_batches(run) == bad_batches(straight)
     skipped = manifest(straight)["skipped"]

@@ -41,8 +41,7 @@ def test_two_ranks_equal_one_that_accumulates_two_batches_and_resume_bit_for_bit
              f"precision={precision}")  # fmt: skip
     one = train_run(*given, f"deepspeed={stage_of_one}", name="one")
     two = train_run(*given, f"deepspeed={stage}", ranks=2, name="two")
-    for stop in (3, STEPS):
-        resumed = train_run(*given, f"deepspeed={stage}", f"training.stop_after={stop}", ranks=2, name="resumed")
+    resumed = train_run(*given, f"deepspeed={stage}", ranks=2, name="resumed", stops=(3, STEPS))
     for run, words in ((one, "1 rank x 2 acc"), (two, "2 ranks x 1 accumulated x 2 seq"), (resumed, "resumed from")):
         assert words in (run / "train.log").read_text()
     assert_close(two, one, precision)

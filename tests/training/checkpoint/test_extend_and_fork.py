@@ -56,8 +56,7 @@ def test_a_complete_run_is_extended_on_request(
     with pytest.raises(UserError, match="max_steps: the run has 2, this command gives 4\nresume=extend allows"):
         train(depthlm.compose(small_run(*longer)))
     assert (run / "summary.json").exists()
-    for stop in (3, 4, 4):
-        train_run(*longer, "resume=extend", f"training.stop_after={stop}")
+    train_run(*longer, "resume=extend", stops=(3, 4, 4))
     printed = capsys.readouterr().out
     assert printed.count("This run is complete") == 3
     assert printed.count("this run is now 4 steps long; its directory keeps the name run") == 1
@@ -79,8 +78,7 @@ def test_a_fork_continues_from_the_state_with_other_settings(
     from_4 = f"fork_from={source}/checkpoints/step-00000004"
     assert curve(train_run(*shared, from_4, name="same")) == curve(source)[4:]
     other = (*shared, from_4, "optimizer.lr=1e-5", "optimizer.weight_decay=0.5", "training.max_steps=10")
-    for stop in (6, 10):
-        fork = train_run(*other, f"training.stop_after={stop}", name="other")
+    fork = train_run(*other, name="other", stops=(6, 10))
     rows = list(read_metrics(fork / "metrics.jsonl"))
     assert [row["step"] for row in rows] == [5, 6, 7, 8, 9, 10]
     assert rows[0]["loss"] == curve(source)[4][2]
