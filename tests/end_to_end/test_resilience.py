@@ -40,8 +40,7 @@ def test_a_run_killed_at_random_moments_equals_the_uninterrupted_run(
 
 
 @pytest.mark.parametrize(
-    ("stage", "rank", "number"),
-    [(0, 0, signal.SIGUSR1), pytest.param(1, 1, signal.SIGTERM, marks=pytest.mark.slow)],
+    ("stage", "rank", "number"), [(0, 0, signal.SIGUSR1), pytest.param(1, 1, signal.SIGTERM, marks=pytest.mark.slow)]
 )
 def test_a_signal_to_one_rank_makes_all_ranks_save_and_exit_for_a_requeue(
     small_run: Overrides, tmp_path: Path, forks: Forks, stage: int, rank: int, number: signal.Signals

@@ -318,9 +318,7 @@ def test_broken_records_of_jobs_are_named_and_skipped(
     tmp_path: Path, bin_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake(
-        bin_folder,
-        "squeue",
-        'echo "12 0 CONFIGURING"; echo "12 1 RUNNING"; echo "12 2 TIMEOUT"; echo "12 9 RUNNING"\n',
+        bin_folder, "squeue", 'echo "12 0 CONFIGURING"; echo "12 1 RUNNING"; echo "12 2 TIMEOUT"; echo "12 9 RUNNING"\n'
     )
     snapshot = tmp_path / ".slurm/0001"
     snapshot.mkdir(parents=True)

@@ -3,13 +3,13 @@
 Without a GPU, a backend of the tests "replays" by running the captured function again on its static inputs.
 """
 
+import functools
 import logging
 import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -129,10 +129,16 @@ def trained(overrides: list[str], graphs: Callable[..., Any] = lambda *_: None) 
     return steps, after, made
 
 
+@functools.cache
+def ordinary(*overrides: str) -> Any:
+    """Return the steps of a run without graphs, and the weights after them."""
+    return trained([*overrides])[:2]
+
+
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in mechanisms())])
 def test_replays_equal_ordinary_steps(case: str) -> None:
     overrides = CASES.get(case, f"model={case}").split()
-    expected, weights_after, _ = trained(overrides)
+    expected, weights_after = ordinary(*overrides)
     steps, after, graphs = trained(overrides, rerun_graphs)
     assert (graphs.captured, graphs.reason) == (1 if case == "one micro-batch" else 2, None)
     assert steps == expected
@@ -141,11 +147,11 @@ def test_replays_equal_ordinary_steps(case: str) -> None:
 
 
 def test_a_capture_that_fails_loses_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    expected, weights_after, _ = trained(["model=moda"])
+    expected, weights_after = ordinary("model=moda")
     for fails_at in (1, 2):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "depthlm"):
-            steps, after, graphs = trained(["model=moda"], partial(rerun_graphs, fails_at=fails_at))
+            steps, after, graphs = trained(["model=moda"], functools.partial(rerun_graphs, fails_at=fails_at))
         assert steps == expected
         assert_same(after, weights_after)
         assert graphs.captured == fails_at - 1
@@ -174,7 +180,7 @@ def test_code_that_waits_is_found_before_a_capture() -> None:
 
     steps, _, graphs = trained([], waiting)
     assert (graphs.captured, graphs.reason) == (0, "the host waits for the GPU at mechanism.py:7")
-    assert steps == trained([])[0]
+    assert steps == ordinary()[0]
 
 
 def test_layers_that_draw_random_numbers_are_not_recomputed_in_a_graph(caplog: pytest.LogCaptureFixture) -> None:
@@ -201,7 +207,7 @@ def test_weights_that_move_are_captured_again() -> None:
 
     steps, _, graphs = trained([], moving)
     assert graphs.captured == 4
-    assert steps == trained([])[0]
+    assert steps == ordinary()[0]
 
 
 def test_more_documents_than_expected_are_captured_again() -> None:
@@ -220,7 +226,7 @@ def test_more_documents_than_expected_are_captured_again() -> None:
 def train_with_graphs(overrides: list[str], fails_on_1: int | None) -> int:
     """Train as train.py does, with the backend of these tests. fails_on_1: the capture that fails on rank 1."""
     fails_at = fails_on_1 if ranks().rank == 1 else None
-    with mock.patch("depthlm.training.trainer.make_graphs", partial(rerun_graphs, fails_at=fails_at)):
+    with mock.patch("depthlm.training.trainer.make_graphs", functools.partial(rerun_graphs, fails_at=fails_at)):
         return train(depthlm.compose(overrides))
 
 

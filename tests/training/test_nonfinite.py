@@ -191,10 +191,7 @@ def test_a_rewind_loads_a_checkpoint_of_another_number_of_ranks(
 
 
 def test_without_its_checkpoint_a_run_skips_only_the_bad_batch(
-    small_run: Overrides,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     read = restoring.read_manifest
 

@@ -62,31 +62,35 @@ def test_the_mean_loss_of_an_interval_does_not_depend_on_where_a_run_stops(train
     assert [row for row in resumed if row[0] in (1, 4, 8, 10)] == straight
 
 
-def test_repeating_a_complete_run_changes_nothing(
-    trained: TrainRun,
-    small_run: Overrides,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_repeating_a_complete_run_changes_nothing_and_trains_only_what_is_missing(
+    trained: TrainRun, train_run: TrainRun, small_run: Overrides, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trained("training.max_steps=2")
-    overrides = small_run("training.max_steps=2")
-    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
+    run = trained("training.max_steps=2")
+    before = {file: file.stat().st_mtime_ns for file in run.parent.rglob("*")}
     capsys.readouterr()
-    assert train(depthlm.compose(overrides)) == 0
+    train_run("training.max_steps=2")
     printed = capsys.readouterr().out
     assert "This run is complete" in printed
     assert printed.endswith(
-        f'Next:\n  python -m depthlm generate run={tmp_path}/run prompt="The"\n'
-        f"  python -m depthlm inspect run={tmp_path}/run\n"
-        f"  python -m depthlm runs --compare {tmp_path}/run <another run>\n"
+        f'Next:\n  python -m depthlm generate run={run} prompt="The"\n'
+        f"  python -m depthlm inspect run={run}\n"
+        f"  python -m depthlm runs --compare {run} <another run>\n"
     )
-    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
+    assert {file: file.stat().st_mtime_ns for file in run.parent.rglob("*")} == before
+    summary = read_json(run / "summary.json")
+    (run / "summary.json").write_text("{")
+    with pytest.raises(UserError, match=r"summary\.json cannot be read .*; delete it"):
+        train(depthlm.compose(small_run("training.max_steps=2")))
+    (run / "summary.json").unlink()
+    (run / "metrics.jsonl").unlink()
+    train_run("training.max_steps=2")
+    assert read_json(run / "summary.json")["validation_loss"] == summary["validation_loss"]
 
 
-def test_another_configuration_is_refused_with_the_differences_and_resume_never_refuses_any_run(
+def test_a_configuration_that_differs_or_cannot_be_read_is_refused_and_by_resume_never_any(
     trained: TrainRun, small_run: Overrides
 ) -> None:
-    trained("training.stop_after=1")
+    run = trained("training.stop_after=1")
     with pytest.raises(UserError) as caught:
         train(depthlm.compose(small_run("optimizer.lr=0.5", "seed=9", "training.log_every=7")))
     text = str(caught.value)
@@ -95,6 +99,12 @@ def test_another_configuration_is_refused_with_the_differences_and_resume_never_
     assert "log_every" not in text
     with pytest.raises(UserError, match="output_dir="):
         train(depthlm.compose(small_run("resume=never")))
+    for broken in ("", "seed: [1", None):
+        (run / "config.yaml").unlink()
+        if broken is not None:
+            (run / "config.yaml").write_text(broken)
+        with pytest.raises(UserError, match=r"config\.yaml cannot be read"):
+            train(depthlm.compose(small_run()))
 
 
 def test_the_rows_of_a_killed_run_and_the_training_time_in_them_are_those_of_an_undisturbed_one(
@@ -217,17 +227,6 @@ def test_a_run_directory_that_ranks_do_not_share_is_refused(tmp_path: Path, monk
     run_directory.check_shared(tmp_path / "shared", 3, marks[1])
 
 
-def test_a_summary_that_cannot_be_read_is_reported(
-    trained: TrainRun, train_run: TrainRun, small_run: Overrides
-) -> None:
-    summary = trained("training.max_steps=1") / "summary.json"
-    summary.write_text("{")
-    with pytest.raises(UserError, match=r"summary\.json cannot be read .*; delete it"):
-        train(depthlm.compose(small_run("training.max_steps=1")))
-    summary.unlink()
-    train_run("training.max_steps=1")
-
-
 def test_an_attempt_without_a_checkpoint_does_not_claim_the_directory(
     train_run: TrainRun, small_run: Overrides, tmp_path: Path
 ) -> None:
@@ -237,26 +236,6 @@ def test_an_attempt_without_a_checkpoint_does_not_claim_the_directory(
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_text(signed_config_text(depthlm.compose(small_run("seed=77"))))
     train_run("training.max_steps=1")
-
-
-def test_a_config_that_cannot_be_read_is_reported(trained: TrainRun, small_run: Overrides) -> None:
-    file = trained("training.stop_after=1") / "config.yaml"
-    for text in ("", "seed: [1", None):
-        if text is None:
-            file.unlink()
-        else:
-            file.write_text(text)
-        with pytest.raises(UserError, match=r"config\.yaml cannot be read"):
-            train(depthlm.compose(small_run()))
-
-
-def test_a_run_resumes_without_its_metrics(trained: TrainRun, train_run: TrainRun) -> None:
-    run = trained("training.max_steps=2")
-    summary = read_json(run / "summary.json")
-    (run / "summary.json").unlink()
-    (run / "metrics.jsonl").unlink()
-    train_run("training.max_steps=2")
-    assert read_json(run / "summary.json")["validation_loss"] == summary["validation_loss"]
 
 
 def test_load_returns_the_newest_weights(train_run: TrainRun, tmp_path: Path) -> None:

@@ -85,16 +85,12 @@ class Terminal:
     """
 
     def __init__(self, width: int) -> None:
-        self.width, self.wraps, self.pending = width, True, ""
+        self.width, self.wraps = width, True
         self.lines, self.line, self.column = [""], 0, 0
 
     def feed(self, text: str) -> None:
-        """Show what a process has written; a code that is not complete yet waits for the rest."""
-        text, self.pending = self.pending + text, ""
+        """Show what was written."""
         while text:
-            if text[0] == "\x1b" and not CODE.match(text):
-                self.pending = text
-                return
             match = CODE.match(text)
             if match:
                 self._code(*match.groups())
