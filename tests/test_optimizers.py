@@ -115,6 +115,7 @@ def test_muon_has_one_state_for_each_hidden_matrix_and_adamw_two() -> None:
     assert counted["adamw"] - counted["muon"] == 4 * sum(p.numel() for p in hidden) + 4 * len(hidden)
 
 
+@pytest.mark.slow
 def test_states_per_parameter_are_those_of_the_papers() -> None:
     pytest.importorskip("pytorch_optimizer")
     counted = {}
@@ -174,7 +175,9 @@ def test_an_optimizer_that_needs_values_is_not_counted_but_reported(mine: Path) 
         MemoryEstimator(config, "cuda").states(0, 1)
 
 
-@pytest.mark.parametrize("overrides", ["optimizer=sign", "optimizer=sgd deepspeed=zero1"])
+@pytest.mark.parametrize(
+    "overrides", ["optimizer=sign", pytest.param("optimizer=sgd deepspeed=zero1", marks=pytest.mark.slow)]
+)
 def test_an_optimizer_of_the_user_trains_and_resumes(
     mine: Path, small_run: Overrides, tmp_path: Path, overrides: str
 ) -> None:

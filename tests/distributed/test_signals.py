@@ -125,6 +125,7 @@ def test_a_run_under_nohup_ignores_a_hangup(small_run: Overrides, tmp_path: Path
     assert process.returncode == 0, output
 
 
+@pytest.mark.slow
 def test_a_run_whose_terminal_closes_is_saved(small_run: Overrides, tmp_path: Path, start: Start) -> None:
     terminal, inside = pty.openpty()
     process = start(small_run("training.max_steps=100000"), stdout=inside, terminal=True)

@@ -153,6 +153,7 @@ def test_a_consequence_waits_for_the_report_on_the_rank_to_blame(fleet: Fleet, e
     assert fleet.ended[0].ranks == fleet.ended[1].ranks == (2,)
 
 
+@pytest.mark.slow
 def test_a_consequence_without_a_cause_is_reported_in_the_end(fleet: Fleet) -> None:
     fleet.start_all()
     fleet.watchers[1].fail(CLOSED)
@@ -160,7 +161,7 @@ def test_a_consequence_without_a_cause_is_reported_in_the_end(fleet: Fleet) -> N
     assert "rank 1 (host h1, pid 1) failed: RuntimeError: " in fleet.ended[0].text
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+@pytest.mark.parametrize("order", [(2, 1, 0), pytest.param((0, 1, 2), marks=pytest.mark.slow)])
 def test_ranks_leave_quietly_in_any_order(fleet: Fleet, order: tuple[int, ...]) -> None:
     fleet.start_all()
 
@@ -174,6 +175,7 @@ def test_ranks_leave_quietly_in_any_order(fleet: Fleet, order: tuple[int, ...]) 
     assert fleet.ended == {}
 
 
+@pytest.mark.slow
 def test_others_may_keep_running_after_rank_0_has_left(fleet: Fleet) -> None:
     fleet.start_all()
     fleet.watchers[0].leave()

@@ -119,9 +119,8 @@ def check_run(directory: Path, sources: list[str], weights: Mapping[str, float])
             assert all(abs(shares[name] - weights[name] / sum(weights.values())) < 1 / samples for name in sources)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "pile" else pytest.mark.slow) for name in CORPORA]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CORPORA)
 def test_a_corpus_is_prepared_from_the_hub_and_trained_on_and_its_mirror_gives_the_same_bytes(
     name: str, hub: FakeHub, mirrors: Mirrors, command: Command
 ) -> None:

@@ -4,6 +4,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from ..forks import Forks
 
 Overrides = Callable[..., list[str]]
@@ -29,6 +31,7 @@ def test_a_run_completes_without_a_reader_of_its_output(small_run: Overrides, tm
     assert all("prepar" in line for line in (tmp_path / "stderr").read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_a_run_completes_without_any_output(small_run: Overrides, tmp_path: Path, forks: Forks) -> None:
     full = full_disk()
     process = forks.start(["train.py", *small_run("training.max_steps=3")], stdout=full, stderr=full)

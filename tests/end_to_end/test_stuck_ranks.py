@@ -84,12 +84,10 @@ def test_a_dead_or_stopped_rank_ends_the_other(two: Start, tmp_path: Path, how: 
     assert "Traceback" not in log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "message"),
-    [
-        ("raise", "ZeroDivisionError: on purpose"),
-        pytest.param("exit", "sys.exit(0) was called before the run was complete", marks=pytest.mark.slow),
-    ],
+    [("raise", "ZeroDivisionError: on purpose"), ("exit", "sys.exit(0) was called before the run was complete")],
 )
 def test_an_exception_or_an_exit_on_one_rank_ends_the_other_with_its_message(
     two: Start, tmp_path: Path, how: str, message: str

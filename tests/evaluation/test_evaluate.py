@@ -119,6 +119,7 @@ def test_a_directory_without_a_run_or_checkpoint_is_refused(trained: Path, tmp_p
         run(f"run={tmp_path}")
 
 
+@pytest.mark.slow
 def test_results_go_to_the_wandb_run_of_training(
     small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,6 +179,7 @@ def fake(folder: Path, name: str, script: str) -> None:
     (folder / name).chmod(0o755)
 
 
+@pytest.mark.slow
 def test_two_submissions_at_once_train_every_point_once(
     four_points: list[str], tmp_path: Path, bin_folder: Path, forks: Forks
 ) -> None:

@@ -36,6 +36,7 @@ def test_a_deterministic_run_gives_the_same_bits_twice_and_does_not_affect_the_n
     assert allowed == [True] * 4 + [False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", mechanisms())
 def test_every_mechanism_has_deterministic_operations(preset: str) -> None:
     model = depthlm.build_model(depthlm.compose(["size=micro", "size.num_layers=2", f"model={preset}"]))

@@ -50,9 +50,13 @@ def start(overrides: list[str], change: Callable[[nn.Module], None] = lambda _: 
 @pytest.mark.parametrize(
     ("stage", "precision", "model"),
     [
-        ("zero1", "bf16", "kimi_linear"),
         ("zero3", "bf16", "mhc"),
-        *slow(("zero2", "bf16", "hyper_connections"), ("zero2", "fp16", "static"), ("zero3_offload", "fp16", "mhc")),
+        *slow(
+            ("zero1", "bf16", "kimi_linear"),
+            ("zero2", "bf16", "hyper_connections"),
+            ("zero2", "fp16", "static"),
+            ("zero3_offload", "fp16", "mhc"),
+        ),
     ],
 )
 @pytest.mark.usefixtures("fp16_on_the_cpu")

@@ -50,6 +50,7 @@ CASES = {
     "weights in averages": "optimizer=schedule_free schedule=constant",
     "muon": "optimizer=muon",
 }
+QUICK = ("dropout", "bf16", "loops", "experts", "one micro-batch")
 
 
 class Rerun:
@@ -135,7 +136,10 @@ def ordinary(*overrides: str) -> Any:
     return trained([*overrides])[:2]
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in mechanisms())])
+@pytest.mark.parametrize(
+    "case",
+    [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in (*CASES, *mechanisms()) if name not in QUICK)],
+)
 def test_replays_equal_ordinary_steps(case: str) -> None:
     overrides = CASES.get(case, f"model={case}").split()
     expected, weights_after = ordinary(*overrides)

@@ -18,7 +18,7 @@ EIGHT = Ranks(0, 0, 8, 8, "torchrun")
 
 
 def small(*overrides: str) -> Config:
-    settings = ["size=micro", "size.num_layers=3", "training.batch_size=16", "precision=bf16", *overrides]
+    settings = ["size=micro", "size.num_layers=2", "training.batch_size=16", "precision=bf16", *overrides]
     return compose_anywhere(settings)
 
 
@@ -53,7 +53,7 @@ def test_on_several_ranks_zero_stages_that_fit_are_suggested():
     assert stages
     for overrides in stages:
         again = compose_anywhere(
-            ["size=micro", "size.num_layers=3", "training.batch_size=16", "precision=bf16", "size.hidden_size=512",
+            ["size=micro", "size.num_layers=2", "training.batch_size=16", "precision=bf16", "size.hidden_size=512",
              "training.sequence_length=16", *overrides])  # fmt: skip
         assert check_memory(again, EIGHT, GPU, available) is not None
 

@@ -70,8 +70,8 @@ def unequal(overrides: list[str], prepare: Callable[[nn.Module], Any] = lambda _
     ("accumulation", "kind"),
     [
         (2, "precision=fp32"),
-        (1, "precision=bf16"),
-        (1, "deepspeed.communication_data_type=bf16"),
+        pytest.param(1, "precision=bf16", marks=pytest.mark.slow),
+        pytest.param(1, "deepspeed.communication_data_type=bf16", marks=pytest.mark.slow),
         (2, "model.loops=2 backbone.tie_embeddings=true training.activation_checkpointing=true"),
     ],
 )

@@ -93,6 +93,7 @@ def test_a_fork_continues_from_the_state_with_other_settings(
     assert not (tmp_path / "shorter").exists()
 
 
+@pytest.mark.slow
 def test_the_first_mean_loss_of_a_fork_has_its_own_updates_only(train_run: TrainRun) -> None:
     shared = ("training.max_steps=8", "training.checkpoint_every=100", "training.log_every=4")
     source = train_run(*shared, "training.stop_after=6", name="source")
