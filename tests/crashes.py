@@ -8,11 +8,10 @@ of its last fsync, and any of the later changes: entries created, removed or ren
 import fcntl
 import itertools
 import logging
+import math
 import os
 import pickle
 import random
-import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,8 +21,6 @@ from unittest import mock
 
 # outcomes of one moment that are built; if there are more, the extremes and a sample of the others
 MOST = 16
-# seconds between two looks at what another process writes
-INTERVAL = 0.1
 ROOT = -1
 
 
@@ -81,11 +78,8 @@ class Recorder:
 
     @contextmanager
     def recording(self, unsynced: str = "") -> Iterator[None]:
-        """Record until the block ends. unsynced: a pattern of files and folders whose fsync is left out.
-
-        What a command of subprocess.run does is seen from time to time; its fsyncs are not.
-        """
-        fsync, replace, unlink, rmdir, run = os.fsync, os.replace, os.unlink, os.rmdir, subprocess.run
+        """Record until the block ends. unsynced: a pattern of files and folders whose fsync is left out."""
+        fsync, replace = os.fsync, os.replace
 
         def recorded_fsync(file: Any) -> None:
             number = file if isinstance(file, int) else file.fileno()
@@ -106,46 +100,27 @@ class Recorder:
                 replace(source, target)
                 return note(Event("rename", places))
 
-        # a new file may get the inode of one that was removed
-        def recorded_unlink(*arguments: Any, **settings: Any) -> None:
-            with self._noting() as note:
-                unlink(*arguments, **settings)
-                note()
+        def then_noted(remove: Callable[..., None]) -> Callable[..., None]:
+            def recorded_removal(*arguments: Any, **settings: Any) -> None:
+                # a new file may get the inode of one that was removed
+                with self._noting() as note:
+                    remove(*arguments, **settings)
+                    note()
 
-        def recorded_rmdir(*arguments: Any, **settings: Any) -> None:
-            with self._noting() as note:
-                rmdir(*arguments, **settings)
-                note()
-
-        def watched_run(*arguments: Any, **settings: Any) -> Any:
-            ended = threading.Event()
-            watcher = threading.Thread(target=self._watch, args=(ended,))
-            watcher.start()
-            try:
-                return run(*arguments, **settings)
-            finally:
-                ended.set()
-                watcher.join()
+            return recorded_removal
 
         log = logging.getLogger("depthlm")
         # a run removes all handlers when it starts
         log.addFilter(self)
         recorded = {"fsync": recorded_fsync, "replace": recorded_replace, "rename": recorded_replace}
+        recorded |= {"unlink": then_noted(os.unlink), "rmdir": then_noted(os.rmdir)}
         try:
-            with (
-                mock.patch.multiple(os, **recorded, unlink=recorded_unlink, rmdir=recorded_rmdir),
-                mock.patch.object(subprocess, "run", watched_run),
-            ):
+            with mock.patch.multiple(os, **recorded):
                 yield
             with self._noting() as note:
                 note()
         finally:
             log.removeFilter(self)
-
-    def _watch(self, ended: threading.Event) -> None:
-        while not ended.wait(INTERVAL):
-            with self._noting() as note:
-                note()
 
     @contextmanager
     def _noting(self) -> Iterator[Callable[..., None]]:
@@ -164,6 +139,15 @@ class Recorder:
 
 
 Change = tuple[tuple[int, str, int | None], ...]
+
+
+def _apply(change: Change, entries: dict[int, dict[str, int]]) -> None:
+    for folder, name, inode in change:
+        names = entries.setdefault(folder, {})
+        if inode is None:
+            names.pop(name, None)
+        else:
+            names[name] = inode
 
 
 @dataclass
@@ -201,15 +185,12 @@ class Disk:
         else:
             self._join([(self.numbers[inode], name) for inode, name in event.value])
 
-    def outcomes(self, chance: random.Random, most: int = MOST) -> Iterator[Tree]:
-        """Yield what a crash at this moment may leave: all outcomes, or at most `most` of them."""
+    def outcomes(self, chance: random.Random) -> Iterator[Tree]:
+        """Yield what a crash at this moment may leave: all outcomes, or at most MOST of them."""
         files = [inode for inode, content in self.now.contents.items() if self.contents.get(inode) != content]
         choices: list[list[Any]] = [[True, False] for _ in self.pending]
         choices += [_versions(self.contents.get(inode, b""), self.now.contents[inode]) for inode in files]
-        total = 1
-        for options in choices:
-            total *= len(options)
-        if total <= most:
+        if math.prod(map(len, choices)) <= MOST:
             chosen = list(itertools.product(*choices))
         else:
             # all changes up to each moment, with the old content of the files, and with the new content
@@ -219,21 +200,16 @@ class Disk:
                 for end in reversed(range(number + 1))
                 for which in (0, 1)
             ]
-            drawn = [tuple(chance.choice(options) for options in choices) for _ in range(most)]
-            chosen = [*cut[: most // 2], *drawn][:most]
+            drawn = [tuple(chance.choice(options) for options in choices) for _ in range(MOST)]
+            chosen = [*cut[: MOST // 2], *drawn][:MOST]
         for picked in chosen:
             happened, written = picked[: len(self.pending)], picked[len(self.pending) :]
             yield self._outcome(happened, dict(zip(files, written, strict=True)))
 
     def _outcome(self, happened: tuple[bool, ...], written: dict[int, bytes]) -> Tree:
         entries = {inode: dict(names) for inode, names in self.entries.items()}
-        for change in itertools.chain(*itertools.compress(self.pending, happened)):
-            inode, name, value = change
-            names = entries.setdefault(inode, {})
-            if value is None:
-                names.pop(name, None)
-            else:
-                names[name] = value
+        for change in itertools.compress(self.pending, happened):
+            _apply(change, entries)
         return Tree(entries, {**self.contents, **self.now.contents, **written})
 
     def _changes(self, tree: Tree) -> list[tuple[int, str, int | None]]:
@@ -254,12 +230,7 @@ class Disk:
             if all(place != inode for place, _, _ in change):
                 kept.append(change)
                 continue
-            for place, name, value in change:
-                names = self.entries.setdefault(place, {})
-                if value is None:
-                    names.pop(name, None)
-                else:
-                    names[name] = value
+            _apply(change, self.entries)
         self.pending = kept
 
     def _join(self, places: list[tuple[int, str]]) -> None:
@@ -304,16 +275,13 @@ def build(tree: Tree, root: Path) -> None:
                 waiting.append((number, folder / name))
 
 
-def crashes(events: Path, seed: int = 0, most: int = MOST) -> Iterator[tuple[Tree, list[str]]]:
-    """Yield every distinct outcome of a crash after each event, with what had been logged by then.
-
-    most: the outcomes of one event; see `Disk.outcomes`.
-    """
-    disk, chance, seen = Disk(), random.Random(seed), set()
+def crashes(events: Path) -> Iterator[tuple[Tree, list[str]]]:
+    """Yield every distinct outcome of a crash after each event, with what had been logged by then."""
+    disk, chance, seen = Disk(), random.Random(0), set()
     with events.open("rb") as file:
         while file.peek(1):  # type: ignore[attr-defined]
             disk.apply(pickle.load(file))
-            for tree in disk.outcomes(chance, most):
+            for tree in disk.outcomes(chance):
                 reachable = _reachable(tree)
                 key = (reachable, len(disk.marks))
                 if key not in seen:

@@ -77,9 +77,12 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("name", "backbone"),
     [
-        *((name, "qwen3") for name in ("adamw", "muon", "sgd", "sign", *LIBRARY)),
+        *((name, "qwen3") for name in ("sign", "soap")),
         ("muon", "qwen3_moe"),
-        pytest.param("soap", "qwen3_moe", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, "qwen3", marks=pytest.mark.slow)
+            for name in ("adamw", "sgd", "ademamix", "schedule_free")
+        ),
     ],
 )
 def test_the_bytes_of_the_states_equal_those_of_an_optimizer_after_a_step(mine: Path, name: str, backbone: str) -> None:
@@ -112,6 +115,7 @@ def test_muon_has_one_state_for_each_hidden_matrix_and_adamw_two() -> None:
     assert counted["adamw"] - counted["muon"] == 4 * sum(p.numel() for p in hidden) + 4 * len(hidden)
 
 
+@pytest.mark.slow
 def test_states_per_parameter_are_those_of_the_papers() -> None:
     pytest.importorskip("pytorch_optimizer")
     counted = {}
@@ -172,19 +176,14 @@ def test_an_optimizer_that_needs_values_is_not_counted_but_reported(mine: Path) 
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        ("optimizer=sign",),
-        pytest.param(("optimizer=sgd",), marks=pytest.mark.slow),
-        pytest.param(("optimizer=sgd", "deepspeed=zero1"), marks=pytest.mark.slow),
-    ],
+    "overrides", ["optimizer=sign", pytest.param("optimizer=sgd deepspeed=zero1", marks=pytest.mark.slow)]
 )
 def test_an_optimizer_of_the_user_trains_and_resumes(
-    mine: Path, small_run: Overrides, tmp_path: Path, overrides: tuple[str, ...]
+    mine: Path, small_run: Overrides, tmp_path: Path, overrides: str
 ) -> None:
     for steps in (2, 4):
         more = ("training.max_steps=4", f"training.stop_after={steps}")
-        assert train(depthlm.compose(small_run(*overrides, *more), mine)) == 0
+        assert train(depthlm.compose(small_run(*overrides.split(), *more), mine)) == 0
     losses = [row["loss"] for row in read_metrics(tmp_path / "run/metrics.jsonl")]
     assert len(losses) == 4
     assert losses[-1] < losses[0]

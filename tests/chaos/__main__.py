@@ -24,11 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
-
 from benchmarks.shared.reporting import Results, arguments_of, headed, parser_of, result_path, table, write_json
 
-from .disturbers import DiskFiller, Disturber, Killer, Stopper, TrackerKiller
+from .disturbers import DiskFiller, Disturber, Killer, Stopper
 from .runs import finish, outcome, same, starter
 
 RUN = ["size=micro", "data=stdlib", "data.tokenizer=bytes", "data.max_tokens=200K", "tracker=none", "precision=fp32",
@@ -64,7 +62,6 @@ ARMS = {
                  [(step, 2 - step // 60 % 2) for step in range(60, STEPS + 1, 60)], 4),
     "stop": Arm(Stopper, "python", ["model=denseformer", "deepspeed=zero1"], 50),
     "disk": Arm(DiskFiller, "python", ["model=depth_attention", "deepspeed=zero1"], 20),
-    "tracker": Arm(TrackerKiller, "python", ["tracker=wandb", "tracker.mode=offline"], 20, [(STEPS, 1)]),
 }  # fmt: skip
 
 
@@ -87,25 +84,24 @@ def train(arm: Arm, folder: Path, shared: list[str]) -> dict[str, Any]:
     return outcome(directory)
 
 
-def disturb(arm: Arm, folder: Path, shared: list[str], seed: int, left: int, on_event: Callable[[], None]) -> list[Any]:
+def disturb(arm: Arm, folder: Path, shared: list[str], seed: int, left: int) -> list[Any]:
     """Train the run of an arm to its end with at most `left` events, and return them."""
     directory = folder / "disturbed"
     disturber = arm.disturber(directory, seed)
     for step, ranks in arm.segments:
         begin = starter(arm.launcher, ranks, folder / "output.txt")
         overrides = [*shared, f"output_dir={directory}", f"training.stop_after={step}"]
-        if not disturber.disturb(overrides, begin, min(arm.most, left - len(disturber.events)), on_event):
+        if not disturber.disturb(overrides, begin, min(arm.most, left - len(disturber.events))):
             finish(overrides, begin)
     return disturber.events
 
 
-def run_arm(name: str, most: int | None, seed: int, progress: Progress) -> dict[str, Any]:
+def run_arm(name: str, most: int | None, seed: int) -> dict[str, Any]:
     """Run an arm and return its results."""
     arm, started = ARMS[name], time.monotonic()
     events: list[dict[str, Any]] = []
     runs, equal = 0, True
     wanted = min(arm.events, most or arm.events)
-    bar = progress.add_task(name, total=wanted)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         shared = [*RUN, *arm.overrides, f"training.max_steps={STEPS}", f"data.path={folder}/tokens"]
@@ -114,8 +110,7 @@ def run_arm(name: str, most: int | None, seed: int, progress: Progress) -> dict[
             place = folder / f"run-{runs}"
             place.mkdir()
             with small_disk(place) if arm.disturber is DiskFiller else nullcontext():
-                left = wanted - len(events)
-                seen = disturb(arm, place, shared, seed + runs, left, lambda: progress.advance(bar))
+                seen = disturb(arm, place, shared, seed + runs, wanted - len(events))
                 runs += 1
                 equal = same(outcome(place / "disturbed"), undisturbed) and equal
             if not seen:
@@ -161,11 +156,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     arguments = arguments_of(parser, markdown)
     path, ran = arguments.output or result_path("chaos"), {}
-    with Progress() as progress:
-        for name in arguments.arms:
-            ran[name] = run_arm(name, arguments.events, arguments.seed, progress)
-            before = json.loads(path.read_text()).get("arms", {}) if path.exists() else {}
-            results = write_json(path, {"arms": {**before, name: ran[name]}})
+    for name in arguments.arms:
+        ran[name] = run_arm(name, arguments.events, arguments.seed)
+        before = json.loads(path.read_text()).get("arms", {}) if path.exists() else {}
+        results = write_json(path, {"arms": {**before, name: ran[name]}})
+        print(f"{name}: {ran[name]['events']} events in {ran[name]['minutes']:.0f} minutes", flush=True)
     print(markdown(results))
     return int(not all(result["same_bit_for_bit"] for result in ran.values()))
 

@@ -1,4 +1,4 @@
-"""What happens to a run at random moments: kills, stopped ranks, a full disk, the death of its tracker."""
+"""What happens to a run at random moments: kills, stopped ranks, a full disk."""
 
 import itertools
 import random
@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from .runs import Begin, Job, is_saving, newest_step, send
 
@@ -28,22 +26,16 @@ class Disturber(ABC):
         self.directory, self.events = directory, list[dict[str, Any]]()
         self._random = random.Random(seed)
 
-    def disturb(
-        self, overrides: Sequence[str], begin: Begin, most: int, on_event: Callable[[], None] = lambda: None
-    ) -> bool:
+    def disturb(self, overrides: Sequence[str], begin: Begin, most: int) -> bool:
         """Start and disturb the run until this many events were added. Returns whether it has reached its end."""
-        wanted = len(self.events) + most
-        while (before := len(self.events)) < wanted:
+        wanted, ended = len(self.events) + most, False
+        while not ended and len(self.events) < wanted:
             job = begin(overrides)
             try:
                 ended = self.life(job, lambda: begin(overrides))
             finally:
                 job.kill()
-            for _ in self.events[before:]:
-                on_event()
-            if ended:
-                return True
-        return False
+        return ended
 
     @abstractmethod
     def life(self, job: Job, again: Callable[[], Job]) -> bool:
@@ -195,34 +187,3 @@ class DiskFiller(Disturber):
         finally:
             job.kill()
             filler.unlink(missing_ok=True)
-
-
-class TrackerKiller(Disturber):
-    """Kills the process of W&B, after which the run must still train; then stops the run."""
-
-    def life(self, job: Job, again: Callable[[], Job]) -> bool:
-        if not self._trains(job):
-            return True
-        self._sleep(0, 1.0)
-        services = [pid for rank in job.ranks() for pid in _services(rank)]
-        step = newest_step(self.directory)
-        for pid in services:
-            send(pid, signal.SIGKILL)
-        if not services and job.code() is None:
-            raise RuntimeError(f"W&B has no process:\n{job.text()}")
-        if not self._trains(job):
-            return True
-        for pid in job.ranks():
-            send(pid, signal.SIGTERM)
-        started, code = time.monotonic(), job.wait()
-        seconds = time.monotonic() - started
-        self.events.append({"step": step, "processes": len(services), "code": code, "seconds_to_end": seconds})
-        if code not in (0, 75):
-            raise RuntimeError(job.text())
-        return code == 0
-
-
-def _services(rank: int) -> list[int]:
-    with suppress(psutil.NoSuchProcess):
-        return [child.pid for child in psutil.Process(rank).children(recursive=True) if "wandb" in child.name()]
-    return []

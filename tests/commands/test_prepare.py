@@ -1,5 +1,6 @@
-"""The arguments of the command that prepares a corpus, or imports ids."""
+"""The command that prepares a corpus, or imports ids."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,38 +8,70 @@ import pytest
 
 from depthlm.commands.prepare import main, read_options
 from depthlm.data import Manifest
+from depthlm.errors import UserError
+
+from ..forks import Forks
+
+CORPUS = ["--import-tokens", "ids.npy", "--tokenizer", "bytes", "--to", "ice"]
 
 
-def test_ids_can_be_imported_into_the_working_directory(
+def test_a_corpus_is_prepared_once_and_summarised_and_a_mistake_exits_with_2(
+    corpus_folder: Path, tmp_path: Path, forks: Forks
+) -> None:
+    overrides = ["data=local", f"data.source={corpus_folder}", "data.tokenizer=bytes", f"data.path={tmp_path}/tokens"]
+    for _ in range(2):
+        done = forks.run(["data/prepare.py", *overrides])
+        assert done.returncode == 0, done.stderr
+        assert "22,257" in done.stdout
+    assert (tmp_path / "tokens/manifest.json").exists()
+    done = forks.run(["data/prepare.py", "data=local", f"data.source={tmp_path}/nowhere"])
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+
+
+def test_ids_that_were_tokenized_elsewhere_become_token_files_of_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    np.save(tmp_path / "ids.npy", np.array([*b"a document", 256], "<u4"))
+    ids = [*b"a document", 256, *b"another", 256]
+    np.array(ids[:5], "<u4").tofile(tmp_path / "part-0.npy")
+    np.array(ids[5:], "<u4").tofile(tmp_path / "part-1.npy")
     (tmp_path / "ice").mkdir()
     monkeypatch.chdir(tmp_path / "ice")
-    main(["--import-tokens", "../ids.npy", "--tokenizer", "bytes", "--to", "."], "prepare")
-    assert "ice" in capsys.readouterr().out.split()
+    files = ["../part-0.npy", "../part-1.npy"]
+    command = ["--import-tokens", *files, "--tokenizer", "bytes", "--to", "."]
+    main([*command, "--dtype", "uint32"], "prepare")
+    assert {"ice", "validation", "2", "19", "1"} <= {*capsys.readouterr().out.split()}
+    # the folder is another one now
+    monkeypatch.chdir(tmp_path / "ice")
     manifest = Manifest.read(tmp_path / "ice")
     assert (manifest.name, [*manifest.validation]) == ("ice", ["ice"])
-    assert (tmp_path / "ice/validation-ice-00000.bin").stat().st_size == 11 * 2
+    assert (tmp_path / "ice/validation-ice-00000.bin").stat().st_size == 19 * 2
+    (split,) = json.loads((tmp_path / "ice/manifest.json").read_text())["validation"].values()
+    assert (split["documents"], split["tokens"], split["bytes"]) == (2, 19, 17)
+    for wrong, words in (
+        ([*command[:-1], "../other"], "no header that says the dtype"),
+        ([*command, "--dtype", "float32"], "invalid choice"),
+        ([*command[:-1], "../other", "--dtype", "uint16"], "or check --dtype"),
+        (["--tokenizer", "bytes"], "need --import-tokens"),
+        (["data=stdlib", *CORPUS], "no overrides"),
+        ([*command, "--dtype", "uint32", "--held-out", "0"], "above 0"),
+    ):
+        with pytest.raises((SystemExit, UserError)) as caught:
+            main(wrong, "prepare")
+        assert words in " ".join(f"{caught.value} {capsys.readouterr().err}".split())
 
 
-@pytest.mark.parametrize(
-    "option", [["--verify"], ["--part", "0/2"], ["--only", "dclm"], ["--config-dir", "conf"]], ids=" ".join
-)
-def test_options_for_a_corpus_are_refused_beside_ids(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        read_options(["--import-tokens", "ids.npy", "--tokenizer", "bytes", "--to", "ice", *option], "prepare")
-    assert caught.value.code == 2
-    assert option[0] in capsys.readouterr().err.partition("error:")[2]
-
-
-@pytest.mark.parametrize(
-    "option",
-    [["--held-out", "0.3"], ["--held-out", "1"], ["--dtype", "uint16"], ["--end-of-text", "."], ["--to", "ice"]],
-    ids=" ".join,
-)
-def test_options_for_ids_are_refused_without_them(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        read_options(["data=stdlib", *option], "prepare")
-    assert caught.value.code == 2
-    assert "need --import-tokens" in capsys.readouterr().err
+def test_options_for_a_corpus_are_refused_beside_ids_and_those_for_ids_without_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for option in (["--verify"], ["--part", "0/2"], ["--only", "dclm"], ["--config-dir", "conf"]):
+        with pytest.raises(SystemExit) as caught:
+            read_options([*CORPUS, *option], "prepare")
+        assert caught.value.code == 2
+        assert option[0] in capsys.readouterr().err.partition("error:")[2]
+    for option in (
+        ["--held-out", "0.3"], ["--held-out", "1"], ["--dtype", "uint16"], ["--end-of-text", "."], ["--to", "ice"],
+    ):  # fmt: skip
+        with pytest.raises(SystemExit) as caught:
+            read_options(["data=stdlib", *option], "prepare")
+        assert caught.value.code == 2
+        assert "need --import-tokens" in capsys.readouterr().err

@@ -111,9 +111,8 @@ def test_runs_with_the_same_configuration_are_said_to_have_it(root: Path, capsys
     assert Path("outputs/report/report.md").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_options_that_make_no_sense_together_are_an_error(root: Path) -> None:
+    for arguments, message in (
         (["--compare", "outputs/default/base"], "only one run"),
         (["--compare", "outputs/default/base", "outputs/default/bsae"], "did you mean `base`"),
         (["--compare", "a", "b", "--prune"], "--prune does not go with --compare"),
@@ -126,12 +125,10 @@ def test_runs_with_the_same_configuration_are_said_to_have_it(root: Path, capsys
         (["--prune", "--yes", ""], "an empty filter"),
         (["failed", "--prune", "--yes"], "a word such as `failed` also matches parts of directories"),
         (["state=complete", "out*", "--prune", "--yes"], "a word such as `out*`"),
-    ],
-)
-def test_options_that_make_no_sense_together_are_an_error(root: Path, arguments: list[str], message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        main(arguments, "depthlm runs")
-    assert message in str(caught.value)
+    ):
+        with pytest.raises(UserError) as caught:
+            main(arguments, "depthlm runs")
+        assert message in str(caught.value)
     assert len(list(root.rglob("config.yaml"))) == 4
 
 

@@ -13,8 +13,6 @@ import pytest
 from depthlm.distributed.interrupts import on_signals
 from depthlm.locations import REPOSITORY
 
-from ..forks import Forks
-
 BUSY = """
 import hashlib, signal
 from depthlm.distributed.interrupts import end_process, on_signals, say
@@ -100,18 +98,13 @@ COMMANDS = {
     "prepare": ["data/prepare.py", "data=stdlib", "data.path={folder}/tokens"],
     "submit": ["slurm/submit.py", "experiment=moda/variants", "--dry-run"],
 }
-# seconds from the first line of the package's code
-DELAYS = (0.0, 0.1, 0.3, 0.6, 1.0)
-DEFAULT = {("train", delay) for delay in DELAYS} | {("report", 0.0), ("prepare", 0.6)}
+# each command, and seconds from the first line of the package's code
+MOMENTS = [("train", 0.3), ("report", 0.0)]
+OTHER_MOMENTS = [("train", 0.0), ("train", 1.0), ("evaluate", 0.1), ("prepare", 0.6), ("submit", 0.3)]
 
 
 @pytest.mark.parametrize(
-    ("name", "delay"),
-    [
-        pytest.param(name, delay, marks=[] if (name, delay) in DEFAULT else pytest.mark.slow)
-        for name in COMMANDS
-        for delay in DELAYS
-    ],
+    ("name", "delay"), [*MOMENTS, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_MOMENTS)]
 )
 def test_ctrl_c_in_the_first_seconds_prints_one_line(name: str, delay: float, tmp_path: Path) -> None:
     # a report takes no time, so the summary of its run is a pipe, whose reader blocks
@@ -137,18 +130,3 @@ def test_no_command_imports_torch_before_it_handles_ctrl_c() -> None:
     heavy = "import sys, depthlm.distributed.interrupts; print({'torch', 'signal', 'typing'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-S", "-c", heavy], cwd=REPOSITORY, text=True, capture_output=True)
     assert done.stdout == "set()\n", done.stderr
-
-
-@pytest.mark.slow
-def test_ctrl_c_while_a_tokenizer_is_trained_prints_one_line(tmp_path: Path, forks: Forks) -> None:
-    process = forks.start(["data/prepare.py", "data=stdlib", f"data.path={tmp_path}/tokens"])
-    assert process.stdout is not None
-    while "training a tokenizer" not in process.stdout.readline():
-        assert process.poll() is None
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    errors, _ = process.communicate(timeout=5)
-    assert (process.returncode, errors) == (
-        130,
-        "prepare.py: interrupted; the same command resumes from the last complete file\n",
-    )

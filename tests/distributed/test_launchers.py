@@ -87,25 +87,8 @@ def test_an_inconsistent_environment_is_refused_with_the_reason(environment: dic
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-@given(
-    st.dictionaries(
-        st.sampled_from([*TORCHRUN, *DEEPSPEED, *SRUN]),
-        st.one_of(st.integers(-1, 9).map(str), st.sampled_from(["", "x", "n[1-2]", "4(x2),3", "n1,n2", "1e3", "²"])),
-    )
-)
-def test_any_environment_gives_valid_ranks_or_a_user_error(environment: dict[str, str]) -> None:
-    try:
-        result = ranks(environment)
-    except UserError:
-        return
-    assert 0 <= result.rank < result.world_size
-    assert 0 <= result.local_rank < result.local_world_size
-    assert result.world_size == 1 or (result.address and 0 < (result.port or 0) < 65536)
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "host"),
-    [
+def test_the_first_host_of_a_node_list() -> None:
+    for nodelist, host in (
         ("localhost", "localhost"),
         ("n1,n2", "n1"),
         ("n[1-2,7],gpu-[003-010]", "n1"),
@@ -113,23 +96,8 @@ def test_any_environment_gives_valid_ranks_or_a_user_error(environment: dict[str
         ("gpu-[007,009]", "gpu-007"),
         ("rack[02-03]n[1-4],x", "rack02n1"),
         ("n[1-2]-ib.cluster.org", "n1-ib.cluster.org"),
-    ],
-)
-def test_the_first_host_of_a_node_list(nodelist: str, host: str) -> None:
-    assert first_host(nodelist) == host
-
-
-@given(
-    st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True),
-    st.lists(st.tuples(st.integers(0, 500), st.integers(0, 30)), min_size=1, max_size=4),
-    st.integers(1, 4),
-    st.lists(st.sampled_from(["other", "n[1-3]", "m[01,03]"]), max_size=3),
-)
-def test_the_first_host_keeps_its_leading_zeros(
-    name: str, ranges: list[tuple[int, int]], width: int, others: list[str]
-) -> None:
-    texts = [f"{low:0{width}d}" if not more else f"{low:0{width}d}-{low + more:0{width}d}" for low, more in ranges]
-    assert first_host(",".join([f"{name}[{','.join(texts)}]", *others])) == f"{name}{ranges[0][0]:0{width}d}"
+    ):
+        assert first_host(nodelist) == host
 
 
 @given(st.integers(1, 2**31), st.integers(0, 1000))

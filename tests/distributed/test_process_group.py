@@ -13,7 +13,7 @@ from ..ranks import free_port, rank_variables
 SOON = timedelta(seconds=1)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_ranks_that_do_not_arrive_time_out(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     port = free_port()
     for name, value in rank_variables(rank, port).items():

@@ -176,19 +176,12 @@ def _pile() -> Corpus:
 
 def _fineweb_edu() -> Corpus:
     def rows(path: str, count: int) -> list[Row]:
+        about = {
+            "dump": "CC-MAIN-2024-10", "url": "https://example.com/lesson", "language": "en", "language_score": 0.98,
+            "file_path": "s3://commoncrawl/crawl-data/CC-MAIN-2024-10/segments/0.warc.gz", "score": 3.1, "int_score": 3,
+        }  # fmt: skip
         return [
-            {
-                "text": text,
-                "id": f"<urn:uuid:{number:032x}>",
-                "dump": "CC-MAIN-2024-10",
-                "url": "https://example.com/lesson",
-                "file_path": "s3://commoncrawl/crawl-data/CC-MAIN-2024-10/segments/0.warc.gz",
-                "language": "en",
-                "language_score": 0.98,
-                "token_count": len(text) // 4,
-                "score": 3.1,
-                "int_score": 3,
-            }
+            {"text": text, "id": f"<urn:uuid:{number:032x}>", "token_count": len(text) // 4} | about
             for number, text in enumerate(_texts(path, count))
         ]
 

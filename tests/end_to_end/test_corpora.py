@@ -1,16 +1,14 @@
 """The five corpora from the hub and from a mirror, with the commands a user types: token files, then a run."""
 
 import json
-import math
 import os
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +17,6 @@ from depthlm.config import prepare_command
 from depthlm.data import DataError, Manifest, Tokenizer, check_prepared, prepare, token_folders, verify
 from depthlm.locations import REPOSITORY
 from depthlm.runs.records import read_metrics
-from depthlm.training import train
 
 from ..fake_hub import FakeHub, fake_hub
 from ..forks import Forks
@@ -43,14 +40,8 @@ RUN = {
 }
 
 
-def run_settings(**changes: str) -> list[str]:
-    changed = RUN | {name.replace("__", "."): value for name, value in changes.items()}
-    return [f"{name}={value}" for name, value in changed.items()]
-
-
-def marked(names: Iterable[str]) -> list[Any]:
-    """Return the names as parameters, of which only the Pile is in the default suite."""
-    return [pytest.param(name, marks=[] if name == "pile" else pytest.mark.slow) for name in names]
+def run_settings() -> list[str]:
+    return [f"{name}={value}" for name, value in RUN.items()]
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +87,6 @@ def token_bytes(folders: Mapping[str, Path]) -> dict[str, bytes]:
     return {f"{name}/{file.name}": file.read_bytes() for name in folders for file in folders[name].glob("*.bin")}
 
 
-def rows(directory: Path) -> list[dict[str, Any]]:
-    return list(read_metrics(directory / "metrics.jsonl"))
-
-
 def check_token_files(corpus: Corpus, folders: Mapping[str, Path], commit: str) -> None:
     assert folders.keys() == corpus.parts.keys()
     for source, folder in folders.items():
@@ -116,7 +103,7 @@ def check_token_files(corpus: Corpus, folders: Mapping[str, Path], commit: str) 
 
 
 def check_run(directory: Path, sources: list[str], weights: Mapping[str, float]) -> None:
-    measured = rows(directory)
+    measured = list(read_metrics(directory / "metrics.jsonl"))
     summary = json.loads((directory / "summary.json").read_text())
     assert [row["step"] for row in measured] == [1, 2, 3]
     assert summary["steps"] == 3
@@ -132,7 +119,8 @@ def check_run(directory: Path, sources: list[str], weights: Mapping[str, float])
             assert all(abs(shares[name] - weights[name] / sum(weights.values())) < 1 / samples for name in sources)
 
 
-@pytest.mark.parametrize("name", marked(CORPORA))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CORPORA)
 def test_a_corpus_is_prepared_from_the_hub_and_trained_on_and_its_mirror_gives_the_same_bytes(
     name: str, hub: FakeHub, mirrors: Mirrors, command: Command
 ) -> None:
@@ -151,12 +139,13 @@ def test_a_corpus_is_prepared_from_the_hub_and_trained_on_and_its_mirror_gives_t
     repo, _, branch = corpus.repo.partition("@")
     check_token_files(corpus, folders, hub.commit(f"datasets/{repo}", branch or "main")[0])
 
-    requests = len(hub.requests)
-    done = command(" ".join(["python train.py", *overrides, *run_settings()]))
-    assert done.returncode == 0, done.stderr
-    assert len(hub.requests) == requests, "training needs no hub"
-    weights = {source: entry.weight for source, entry in config.data.sources.items() if entry.weight}
-    check_run(Path("run"), list(folders), weights)
+    if name in ("pile", "olmo2_mix"):
+        requests = len(hub.requests)
+        done = command(" ".join(["python train.py", *overrides, *run_settings()]))
+        assert done.returncode == 0, done.stderr
+        assert len(hub.requests) == requests, "training needs no hub"
+        weights = {source: entry.weight for source, entry in config.data.sources.items() if entry.weight}
+        check_run(Path("run"), list(folders), weights)
 
     local = [*mirrors.overrides(name), *PREPARED]
     if name == "fineweb_edu":
@@ -180,14 +169,15 @@ def test_training_on_an_unprepared_corpus_prints_the_command_and_downloads_nothi
     assert not Path("run").exists()
 
 
-@pytest.mark.parametrize("name", marked(CORPORA))
-def test_without_the_hub_the_command_that_prepares_is_still_printed(name: str, checkout: Path) -> None:
-    config = compose([f"data={name}"])
-    with pytest.raises(DataError, match=r"takes about .* of disk") as unprepared:
-        check_prepared(config.data, partial(prepare_command, config))
-    assert unprepared.value.remedy.splitlines()[-1].strip() == f"python data/prepare.py data={name}"
+def test_without_the_hub_the_command_that_prepares_is_still_printed(checkout: Path) -> None:
+    for name in CORPORA:
+        config = compose([f"data={name}"])
+        with pytest.raises(DataError, match=r"takes about .* of disk") as unprepared:
+            check_prepared(config.data, partial(prepare_command, config))
+        assert unprepared.value.remedy.splitlines()[-1].strip() == f"python data/prepare.py data={name}"
 
 
+@pytest.mark.slow
 def test_max_tokens_ends_early_and_keeps_a_prefix(hub: FakeHub, mirrors: Mirrors, command: Command) -> None:
     # small batches, so that the small files are not read completely in advance
     code = "import runpy; from depthlm.data.preparation import encode; encode.BATCH = 1000; "
@@ -204,83 +194,40 @@ def test_max_tokens_ends_early_and_keeps_a_prefix(hub: FakeHub, mirrors: Mirrors
     assert prefix.endswith((0).to_bytes(2, "little"))
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_and_another_tokenizer_are_errors(mirrors: Mirrors, command: Command) -> None:
     overrides = mirrors.overrides("lm1b")
     folder = prepare(compose(overrides).data, progress=False)["lm1b"]
     verify_it = " ".join(["python data/prepare.py --verify", *overrides])
     done = command(verify_it)
-    assert done.returncode == 0, done.stderr
-    assert "every file matches its manifest" in done.stderr
+    assert (done.returncode, "every file matches its manifest" in done.stderr) == (0, True)
     shard = folder / "train-00000.bin"
     content = bytearray(shard.read_bytes())
     content[100] ^= 1
     shard.write_bytes(content)
     done = command(verify_it)
-    assert done.returncode == 2
-    assert "lm1b" in done.stderr
-    assert "train-00000.bin" in done.stderr
+    assert (done.returncode, "lm1b" in done.stderr, "train-00000.bin" in done.stderr) == (2, True, True)
     shutil.copy(mirrors.tokenizer("EleutherAI/gpt-neox-20b"), folder / "tokenizer.json")
     done = command(" ".join(["python train.py", *overrides, *run_settings()]))
-    assert done.returncode == 2
-    assert "tokenizer.json is not the one" in done.stderr
+    assert (done.returncode, "tokenizer.json is not the one" in done.stderr) == (2, True)
 
 
-def trained(overrides: list[str], name: str, **changes: str) -> list[dict[str, Any]]:
-    assert train(compose([*overrides, *run_settings(output_dir=name, **changes)])) == 0
-    return rows(Path(name))
-
-
-@pytest.mark.slow
-def test_the_document_mask_and_the_shuffle_seed_change_the_run(mirrors: Mirrors, checkout: Path) -> None:
-    overrides = [*mirrors.overrides("lm1b"), "training.stop_after=1"]
-    plain = trained(overrides, "plain")
-    masked = trained([*overrides, "data.document_mask=true"], "masked")
-    assert 0 < abs(masked[0]["loss"] - plain[0]["loss"]) < 0.2
-    shuffled = [trained([*overrides, f"data.shuffle_seed={seed}"], f"shuffled-{seed}") for seed in (1, 2)]
-    assert [run[0]["loss"] == plain[0]["loss"] for run in shuffled] == [True, False]
-
-
-@pytest.mark.slow
-def test_a_fraction_of_the_data_is_read_in_several_epochs(mirrors: Mirrors, checkout: Path) -> None:
-    overrides = mirrors.overrides("lm1b")
-    plain = trained([*overrides, "training.stop_after=1"], "plain")
-    changes = ["data.fraction=0.25", "training.max_epochs=2"]
-    twice = trained([*overrides, *changes], "twice", training__max_steps="null")
-    tokens = Manifest.read(token_folders(compose(overrides).data)["lm1b"]).train.tokens
-    windows = (-(-tokens // 4) - 1) // int(RUN["training.sequence_length"])
-    assert twice[-1]["step"] == -(-2 * windows // int(RUN["training.batch_size"]))
-    assert twice[0]["loss"] != plain[0]["loss"]
-
-
-SETS = ["wikitext", "ptb", "c4_en", "books", "code", "math", "news", "forum", "law", "patents"]
-
-
-@pytest.mark.parametrize("count", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_each_validation_set_has_a_loss_and_a_perplexity(mirrors: Mirrors, checkout: Path, count: int) -> None:
-    names = SETS[:count]
-    for number, name in enumerate(names):
-        text = " ".join(CORPORA["pile"].documents("pile", FRACTION)[0][number : number + 2])
-        (checkout / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+def test_validation_sets_may_be_given_in_a_file_one_by_one_or_at_once(mirrors: Mirrors, checkout: Path) -> None:
+    names = ("wikitext", "ptb")
     (checkout / "mine/data").mkdir(parents=True)
     sources = [f"  {name}: {{source: {checkout}/{name}.jsonl}}\n" for name in names]
     (checkout / "mine/data/mine.yaml").write_text(f"defaults: [lm1b]\nvalidation:\n{''.join(sources)}")
+    for name in names:
+        (checkout / f"{name}.jsonl").write_text('{"text": "some text"}\n')
     overrides = [*mirrors.overrides("lm1b")[1:], *run_settings()]
     config = compose(["data=mine", *overrides], config_dir="mine")
     one_by_one = [f"data.validation.{name}.source={checkout}/{name}.jsonl" for name in names]
     at_once = ",".join(f"{name}:{{source:{checkout}/{name}.jsonl}}" for name in names)
     for typed in (one_by_one, [f"data.validation={{{at_once}}}"]):
         assert compose(["data=lm1b", *typed, *overrides]).data == config.data
-    assert train(config) == 0
-    measured = rows(Path("run"))[-1]
-    summary = json.loads(Path("run/summary.json").read_text())
-    losses = {name: measured[f"validation/{name}/loss"] for name in ["lm1b", *names]}
-    assert len(set(losses.values())) == count + 1
-    for name, loss in losses.items():
-        assert measured[f"validation/{name}/perplexity"] == pytest.approx(math.exp(loss))
-        for what in ("loss", "perplexity"):
-            assert summary[f"validation/{name}/{what}"] == measured[f"validation/{name}/{what}"]
 
 
+@pytest.mark.slow
 def test_a_validation_set_may_come_from_the_hub(hub: FakeHub, mirrors: Mirrors, command: Command) -> None:
     further = "data.validation={pile:{hub:monology/pile-uncopyrighted},web:{hub:allenai/c4,subset:en}}"
     overrides = ["data=fineweb_edu", *PREPARED, further]

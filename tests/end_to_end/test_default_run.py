@@ -10,7 +10,7 @@ import pytest
 from depthlm.locations import REPOSITORY
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(1200)
 def test_make_train_learns_well_below_the_unigram_entropy(tmp_path: Path) -> None:
     started = time.monotonic()

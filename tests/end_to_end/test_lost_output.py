@@ -11,35 +11,27 @@ from ..forks import Forks
 Overrides = Callable[..., list[str]]
 
 
-def closed_pipe() -> int:
-    """Return the writing end of a pipe that nobody reads any more, as after `| head`."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    return writer
-
-
 def full_disk() -> int:
     return os.open("/dev/full", os.O_WRONLY)
 
 
-@pytest.mark.parametrize("output", [closed_pipe, full_disk])
-def test_a_run_completes_without_its_output(
-    small_run: Overrides, tmp_path: Path, forks: Forks, output: Callable[[], int]
-) -> None:
-    stdout, errors = output(), tmp_path / "stderr"
-    with errors.open("w") as stderr:
-        process = forks.start(["train.py", *small_run("training.max_steps=30")], stdout=stdout, stderr=stderr.fileno())
+def test_a_run_completes_without_a_reader_of_its_output(small_run: Overrides, tmp_path: Path, forks: Forks) -> None:
+    # as after `| head`
+    reader, stdout = os.pipe()
+    os.close(reader)
+    with (tmp_path / "stderr").open("w") as stderr:
+        process = forks.start(["train.py", *small_run("training.max_steps=10")], stdout=stdout, stderr=stderr.fileno())
         assert process.wait(120) == 0
     os.close(stdout)
-    assert (tmp_path / "run/summary.json").exists()
     assert not (tmp_path / "run/failure.json").exists()
     log = (tmp_path / "run/train.log").read_text()
     assert log.count("standard output cannot be written") == 1
-    assert "step 30/30" in log
+    assert "step 10/10" in log
     # the first run prepares the tokens
-    assert all("prepar" in line for line in errors.read_text().splitlines())
+    assert all("prepar" in line for line in (tmp_path / "stderr").read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_a_run_completes_without_any_output(small_run: Overrides, tmp_path: Path, forks: Forks) -> None:
     full = full_disk()
     process = forks.start(["train.py", *small_run("training.max_steps=3")], stdout=full, stderr=full)

@@ -49,16 +49,13 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkout.parent / "my_work"
 
 
-def test_the_page_has_the_expected_files_and_commands() -> None:
+def test_the_page_has_the_expected_files_and_commands_and_the_loss_of_both_runs_falls(work: Path) -> None:
     script = script_of(PAGE)
     assert script.count("END OF FILE'") == 7
     assert script.count("train.py --config-dir") == 3
-
-
-@pytest.mark.parametrize("run", ["gated_skip", "both"])
-def test_the_loss_of_both_runs_falls(work: Path, run: str) -> None:
-    losses = [row["loss"] for row in read_metrics(work / "outputs" / run / "metrics.jsonl")]
-    assert losses[-1] < losses[0] - 1
+    for run in ("gated_skip", "both"):
+        losses = [row["loss"] for row in read_metrics(work / "outputs" / run / "metrics.jsonl")]
+        assert losses[-1] < losses[0] - 1
 
 
 def test_loading_the_run_requires_trust_and_warns_of_changed_code(
@@ -79,29 +76,20 @@ def test_loading_the_run_requires_trust_and_warns_of_changed_code(
     assert "code.my_mechanisms.first_value.FirstValue has changed since the training" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("model.connection.spn=3", "model.connection.spn=3: no such key; allowed: span"),
-        ("+model.connection.spn=3", "has no such setting; allowed: span"),
-        ("model.connection.span=0", "model.connection.span=0: must be a whole number of at least 1"),
-        (
-            "model.connection._target_=my_mechanisms.first_value.FirstValue",
-            "not a subclass of depthlm.model.connection.Connection",
-        ),
-    ],
-)
-def test_mistakes_raise_the_errors_quoted_on_the_page(
-    work: Path, monkeypatch: pytest.MonkeyPatch, override: str, message: str
+def test_the_preset_of_the_page_composes_and_mistakes_raise_the_errors_quoted_on_it(
+    work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(work))
-    with pytest.raises(ConfigError) as error:
-        depthlm.compose(["model/connection=gated_skip", override], config_dir=work / "my_conf")
-    assert message in str(error.value)
-    assert message in PAGE
-
-
-def test_the_preset_of_the_page_composes(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(work))
     config = depthlm.compose(["model=gated_skip_moda"], config_dir=work / "my_conf")
     assert (config.model.name, config.model.connection["span"]) == ("gated_skip_moda", 2)
+    for override, message in (
+        ("model.connection.spn=3", "model.connection.spn=3: no such key; allowed: span"),
+        ("+model.connection.spn=3", "has no such setting; allowed: span"),
+        ("model.connection.span=0", "model.connection.span=0: must be a whole number of at least 1"),
+        ("model.connection._target_=my_mechanisms.first_value.FirstValue",
+         "not a subclass of depthlm.model.connection.Connection"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as error:
+            depthlm.compose(["model/connection=gated_skip", override], config_dir=work / "my_conf")
+        assert message in str(error.value)
+        assert message in PAGE

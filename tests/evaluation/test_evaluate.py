@@ -42,7 +42,7 @@ def direct(directory: Path, folder: Path, length: int = 48) -> tuple[float, int,
     return nats, targets, len(text.encode())
 
 
-@pytest.mark.parametrize("batch_size", [3, 1000, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 16))])
+@pytest.mark.parametrize("batch_size", [3, 1000])
 def test_every_target_counts_once_for_any_batch_size(trained: Path, token_folder: Path, batch_size: int) -> None:
     nats, targets, text_bytes = direct(trained, token_folder)
     found = run(f"run={trained}", f"batch_size={batch_size}")
@@ -96,18 +96,19 @@ def test_a_set_whose_text_is_hidden_by_unknown_tokens_has_no_bits_per_byte(
     assert "hidden: 5.0% of its tokens are unknown" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
+def test_invalid_arguments_and_combinations_are_refused(trained: Path) -> None:
+    for given, words in (
         (["limit=3"], "limit=: has an effect only with tasks="),
         (["shots=0"], "shots=: has an effect only with tasks="),
         (["tasks=piqa", "sets=x"], "give sets= or tasks="),
         (["tasks=piqa", "shots=0,-1"], "must be at least 0"),
-    ],
-)
-def test_invalid_combinations_of_keys_are_refused(trained: Path, given: list[str], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        run(f"run={trained}", *given)
+    ):
+        with pytest.raises(UserError, match=words):
+            run(f"run={trained}", *given)
+    with pytest.raises(UserError, match="5 mistakes") as error:
+        run("task=paper", "batch_size=0", "precision=fp8", "verbose")
+    for words in ("did you mean `tasks`", "at least 1", "fp32, bf16", "not key=value", "run=...: is missing"):
+        assert words in str(error.value)
 
 
 def test_a_directory_without_a_run_or_checkpoint_is_refused(trained: Path, tmp_path: Path) -> None:
@@ -118,13 +119,7 @@ def test_a_directory_without_a_run_or_checkpoint_is_refused(trained: Path, tmp_p
         run(f"run={tmp_path}")
 
 
-def test_all_invalid_arguments_are_reported_at_once() -> None:
-    with pytest.raises(UserError, match="5 mistakes") as error:
-        run("task=paper", "batch_size=0", "precision=fp8", "verbose")
-    for words in ("did you mean `tasks`", "at least 1", "fp32, bf16", "not key=value", "run=...: is missing"):
-        assert words in str(error.value)
-
-
+@pytest.mark.slow
 def test_results_go_to_the_wandb_run_of_training(
     small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

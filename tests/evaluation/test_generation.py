@@ -21,16 +21,21 @@ from depthlm.model.shape import Backbone, Size
 PROMPT = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 
 
-@pytest.fixture(params=["rope", "sinusoidal"])
-def model(request):
+def build(position="rope"):
     torch.set_num_threads(1)
-    size = Size("", 64, 128, 3, 4, 2, 16, 97)
-    decoder = Decoder(size, Backbone(position=request.param), Residual, SelfAttention)
+    decoder = Decoder(Size("", 64, 128, 3, 4, 2, 16, 97), Backbone(position=position), Residual, SelfAttention)
     initialize(decoder, seed=0, std=0.2)
     return decoder
 
 
-def test_the_cache_does_not_change_the_text(model):
+@pytest.fixture(scope="module")
+def model():
+    return build()
+
+
+@pytest.mark.parametrize("position", ["rope", "sinusoidal"])
+def test_the_cache_does_not_change_the_text(position):
+    model = build(position)
     cached = generate(model, PROMPT, 20)
     assert cached.shape == (2, 25)
     assert torch.equal(cached, generate(model, PROMPT, 20, use_cache=False))
@@ -59,13 +64,13 @@ def test_top_k_and_top_p_sample_only_from_the_tokens_they_keep(model):
     assert set(drawn.tolist()) <= set(order[:kept].tolist())
 
 
-@pytest.mark.parametrize("temperature", [0.0, 5.0])
-def test_ids_that_the_tokenizer_lacks_are_not_chosen(model, temperature):
-    generator = torch.Generator().manual_seed(0)
+def test_ids_that_the_tokenizer_lacks_are_not_chosen(model):
     prompt = PROMPT[:1].expand(100, -1)
     best = int(model(PROMPT[:1])[0, -1, :5].argmax())
-    drawn = generate(model, prompt, 1, temperature=temperature, generator=generator, vocab_size=5)[:, -1]
-    assert set(drawn.tolist()) == ({0, 1, 2, 3, 4} if temperature else {best})
+    for temperature, chosen in ((0.0, {best}), (5.0, {0, 1, 2, 3, 4})):
+        generator = torch.Generator().manual_seed(0)
+        drawn = generate(model, prompt, 1, temperature=temperature, generator=generator, vocab_size=5)[:, -1]
+        assert set(drawn.tolist()) == chosen
 
 
 def test_a_row_ends_at_eos(model):
@@ -77,10 +82,10 @@ def test_a_row_ends_at_eos(model):
     assert generate(model, PROMPT[:1], 12, eos=eos).shape[1] == first + 1
 
 
-@pytest.mark.parametrize("settings", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
-def test_invalid_settings_are_refused(model, settings):
-    with pytest.raises(ValueError, match="must hold"):
-        generate(model, PROMPT, 1, **settings)
+def test_invalid_settings_are_refused(model):
+    for settings in ({"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}):
+        with pytest.raises(ValueError, match="must hold"):
+            generate(model, PROMPT, 1, **settings)
     with pytest.raises(ValueError, match="empty"):
         generate(model, PROMPT[:, :0], 1)
 
@@ -149,20 +154,18 @@ def test_text_is_streamed_in_complete_characters(
     assert capsys.readouterr().out == "a é 深 𝄞\n"
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
+def test_invalid_prompts_are_refused(trained: Path, tmp_path: Path) -> None:
+    lines = tmp_path / "lines"
+    lines.write_text("short\n\n" + "x" * 44)
+    for given, words in (
         (["prompt=" + "x" * 41, "max_new_tokens=8"], "41 tokens and max_new_tokens=8 are more than the 48"),
         (["max_new_tokens=8"], "give prompt=<text> or prompts=<file>"),
         (["prompt=a", "prompts=b"], "give prompt=<text> or prompts=<file>"),
         (["prompts=/nowhere"], "cannot be read"),
-        (["prompts={lines}", "max_new_tokens=8"], "line 3: 44 tokens"),
-    ],
-)
-def test_invalid_prompts_are_refused(trained: Path, tmp_path: Path, given: list[str], words: str) -> None:
-    (tmp_path / "lines").write_text("short\n\n" + "x" * 44)
-    with pytest.raises(UserError, match=words):
-        write(f"run={trained}", *(text.format(lines=tmp_path / "lines") for text in given))
+        ([f"prompts={lines}", "max_new_tokens=8"], "line 3: 44 tokens"),
+    ):
+        with pytest.raises(UserError, match=words):
+            write(f"run={trained}", *given)
 
 
 def test_padding_on_the_left_does_not_change_the_text(trained: Path) -> None:

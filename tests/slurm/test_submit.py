@@ -22,34 +22,50 @@ from depthlm.slurm.cluster import Cluster, queued_points, record_array, waiting_
 from depthlm.slurm.submit import main, next_snapshot, point_command, submit_array, take_snapshot
 from depthlm.sweeps import Point, sweep_points
 
-from ..forks import Forks, environment_with
+from ..forks import Forks
 from ..report.made_up import write_run
 
-Submit = Callable[..., subprocess.CompletedProcess[str]]
+Overrides = Callable[..., list[str]]
+Submit = Callable[..., str]
 
 
 @pytest.fixture
-def submit(forks: Forks) -> Submit:
-    """Run slurm/submit.py for nodes without GPUs, with these variables of the environment."""
-    return lambda *arguments, **more: forks.run(
-        ["slurm/submit.py", "slurm.gpus_per_node=0", *arguments], environment=environment_with(**more)
-    )
+def submit(capsys: pytest.CaptureFixture[str]) -> Submit:
+    """Submit to nodes without GPUs, as `slurm/submit.py` does, and return what is printed."""
+
+    def printed(*arguments: str) -> str:
+        main(["slurm.gpus_per_node=0", *arguments], "submit")
+        return capsys.readouterr().out
+
+    return printed
+
+
+@pytest.fixture
+def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for commands of SLURM that are written by the test."""
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    return tmp_path / "bin"
+
+
+def without_directory(overrides: list[str]) -> list[str]:
+    return [text for text in overrides if not text.startswith("output_dir=")]
 
 
 def test_a_dry_run_prints_the_script_and_the_points_of_the_same_sweep(
     four_points: list[str], tmp_path: Path, submit: Submit
 ) -> None:
-    done = submit("--dry-run", *four_points, "slurm.throttle=3", "slurm.nodes=2", "slurm.mem=8G", "slurm.time=12:00:00")
-    assert done.returncode == 0, done.stderr
-    printed = [shlex.split(line)[4:] for line in done.stdout.splitlines() if "--config-dir" in line]
+    output = submit(
+        "--dry-run", *four_points, "slurm.throttle=3", "slurm.nodes=2", "slurm.mem=8G", "slurm.time=12:00:00"
+    )
+    printed = [shlex.split(line)[4:] for line in output.splitlines() if "--config-dir" in line]
     points = sweep_points(four_points[2:], four_points[1])
     assert printed == [point.overrides for point in points]
     assert len(points) == 4
-    (command,) = [line for line in done.stdout.splitlines() if "sbatch --parsable" in line]
+    (command,) = [line for line in output.splitlines() if "sbatch --parsable" in line]
     assert {"--array=0-3%3", "--nodes=2", "--mem=8G", "--time=12:00:00", "--requeue", "--signal=B:USR1@120"} <= set(
         shlex.split(command)
     )
-    assert (REPOSITORY / "depthlm/slurm/train.sbatch").read_text() in done.stdout
+    assert (REPOSITORY / "depthlm/slurm/train.sbatch").read_text() in output
     assert not (tmp_path / "runs").exists()
 
 
@@ -59,34 +75,31 @@ def test_slurm_replaces_nothing_in_the_folder_of_a_sweep(capsys: pytest.CaptureF
     assert "--output=/a/%%j/100%%/log-%A_%a.txt" in shlex.split(capsys.readouterr().out)
 
 
-def test_invalid_cluster_settings_are_explained(four_points: list[str], submit: Submit) -> None:
-    done = submit("--dry-run", *four_points, "slurm.node=2")
-    assert done.returncode == 2
-    assert "slurm.node" in done.stderr
-    assert "nodes" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_mistake_in_one_point_prevents_submission(
-    small_run: Callable[..., list[str]], tmp_path: Path, submit: Submit
+def test_mistakes_of_settings_and_points_prevent_submission(
+    four_points: list[str], small_run: Overrides, tmp_path: Path, submit: Submit
 ) -> None:
-    kept = [text for text in small_run() if not text.startswith("output_dir=")]
-    done = submit(*kept, "size.num_kv_heads=2,3", f"output_dir={tmp_path}/runs/${{size.num_kv_heads}}")
-    assert done.returncode == 2
-    assert "size.num_kv_heads=3" in done.stderr
+    heads = [*without_directory(small_run()), "size.num_kv_heads=2,3"]
+    for arguments, message in (
+        (["--dry-run", *four_points, "slurm.node=2"], r"(?s)slurm.node=2: no such key.*nodes"),
+        ([*heads, f"output_dir={tmp_path}/runs/${{size.num_kv_heads}}"], "size.num_kv_heads=3"),
+    ):
+        with pytest.raises(UserError, match=message):
+            submit(*arguments)
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_missing_sbatch_is_reported(small_run: Callable[..., list[str]], tmp_path: Path, submit: Submit) -> None:
+def test_a_missing_sbatch_is_reported(
+    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submit: Submit
+) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/git").symlink_to(shutil.which("git") or "")
-    done = submit(*small_run(), PATH=str(tmp_path / "bin"))
-    assert done.returncode == 2
-    assert "sbatch: no such command" in done.stderr
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    with pytest.raises(UserError, match="sbatch: no such command"):
+        submit(*small_run())
 
 
 def test_points_that_start_from_another_form_a_later_array(
-    small_run: Callable[..., list[str]], tmp_path: Path, submit: Submit
+    small_run: Overrides, tmp_path: Path, submit: Submit
 ) -> None:
     folder = tmp_path / "conf/experiment/mine"
     folder.mkdir(parents=True)
@@ -98,10 +111,9 @@ experiment:
     - {model: [vanilla, dca], init_from: "@before"}
 """
     )
-    kept = [text for text in small_run() if not text.startswith("output_dir=")]
-    done = submit("--dry-run", "--config-dir", str(tmp_path / "conf"), "experiment=mine/retrofit", *kept)
-    assert done.returncode == 0, done.stderr
-    commands = [shlex.split(line) for line in done.stdout.splitlines() if "sbatch --parsable" in line]
+    given = ["--config-dir", str(tmp_path / "conf"), "experiment=mine/retrofit", *without_directory(small_run())]
+    output = submit("--dry-run", *given)
+    commands = [shlex.split(line) for line in output.splitlines() if "sbatch --parsable" in line]
     arrays = [next(word for word in command if word.startswith("--array=")) for command in commands]
     assert arrays == ["--array=0-0", "--array=0-1"]
     assert not any("--dependency" in word for word in commands[0])
@@ -109,7 +121,7 @@ experiment:
     assert "DEPTHLM_OFFSET=1" in commands[1]
 
 
-def test_a_snapshot_copies_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_copies_the_checkout_and_is_never_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for number in (1, 2):
         take_snapshot(next_snapshot(Path("there")), ["a", "b"])
@@ -119,6 +131,8 @@ def test_a_snapshot_copies_the_checkout(tmp_path: Path, monkeypatch: pytest.Monk
             assert (folder / "code" / name).read_bytes() == (REPOSITORY / name).read_bytes()
         assert not (folder / "code/.venv").exists()
         assert json.loads((folder / "code/git.json").read_text()).keys() == {"commit", "changed"}
+    with pytest.raises(UserError, match="0002: the code cannot be copied there"):
+        take_snapshot(folder, ["b"])
 
 
 # a snapshot whose train.sbatch prints its arguments
@@ -165,8 +179,11 @@ def fake(folder: Path, name: str, script: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def test_two_submissions_at_once_train_every_point_once(four_points: list[str], tmp_path: Path, submit: Submit) -> None:
-    bin_folder, queue = tmp_path / "bin", tmp_path / "queue"
+@pytest.mark.slow
+def test_two_submissions_at_once_train_every_point_once(
+    four_points: list[str], tmp_path: Path, bin_folder: Path, forks: Forks
+) -> None:
+    queue = tmp_path / "queue"
     # an id of its own for each array, whose tasks wait in the queue, after a line of the cluster's own
     fake(
         bin_folder,
@@ -174,9 +191,9 @@ def test_two_submissions_at_once_train_every_point_once(four_points: list[str], 
         f'echo "Welcome to the cluster"; echo $$; for i in 0 1 2 3; do echo "$$ $i PENDING" >> {queue}; done\n',
     )
     fake(bin_folder, "squeue", f'echo "squeue: 2 nodes are down"; echo "7 N/A PENDING"; cat {queue} 2>/dev/null\n')
-    path = f"{bin_folder}:{os.environ['PATH']}"
+    command = ["slurm/submit.py", "slurm.gpus_per_node=0", *four_points]
     with ThreadPoolExecutor() as pool:
-        first, second = pool.map(lambda _: submit(*four_points, PATH=path), range(2))
+        first, second = pool.map(lambda _: forks.run(command), range(2))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert sorted(text.stdout.splitlines()[0] for text in (first, second)) == [
         "0 points to train (4 more are complete, or have a job)",
@@ -185,44 +202,40 @@ def test_two_submissions_at_once_train_every_point_once(four_points: list[str], 
     assert [folder.name for folder in (tmp_path / "runs/.slurm").glob("0*")] == ["0001"]
 
 
-def test_a_job_whose_id_sbatch_does_not_print_is_reported(
-    four_points: list[str], tmp_path: Path, submit: Submit
+def test_a_submission_that_sbatch_rejects_or_gives_no_id_is_reported_and_leaves_nothing(
+    four_points: list[str], tmp_path: Path, bin_folder: Path, submit: Submit
 ) -> None:
-    fake(tmp_path / "bin", "sbatch", 'echo "Welcome to the cluster"\n')
-    done = submit(*four_points, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    assert done.returncode == 2
-    assert "printed no id" in done.stderr
-    assert "squeue --me" in done.stderr
-
-
-def test_a_rejected_submission_leaves_nothing(four_points: list[str], tmp_path: Path, submit: Submit) -> None:
-    bin_folder = tmp_path / "bin"
+    # one of the points
+    point = [*four_points, "model=vanilla", "optimizer.lr=0.001"]
     fake(bin_folder, "sbatch", 'echo "Requested node configuration is not available" >&2; exit 1\n')
-    path = f"{bin_folder}:{os.environ['PATH']}"
-    done = submit(*four_points, PATH=path)
-    assert done.returncode == 2
-    assert "sbatch: Requested node configuration is not available" in done.stderr
+    with pytest.raises(UserError, match="sbatch: Requested node configuration is not available"):
+        submit(*point)
     assert not (tmp_path / "runs").exists()
     # what was there before stays there
     (tmp_path / "runs/.slurm/0001").mkdir(parents=True)
-    submit(*four_points, PATH=path)
+    with pytest.raises(UserError, match="sbatch: Requested"):
+        submit(*point)
     assert {path.name for path in (tmp_path / "runs/.slurm").iterdir()} == {"0001", "lock"}
+    fake(bin_folder, "sbatch", 'echo "Welcome to the cluster"\n')
+    with pytest.raises(UserError, match=r"(?s)printed no id.*squeue --me"):
+        submit(*point)
 
 
 def test_what_training_would_refuse_is_not_submitted(four_points: list[str], tmp_path: Path, submit: Submit) -> None:
-    done = submit(*four_points, "slurm.nodes=3")
-    assert done.returncode == 2
-    (reason,) = [line for line in done.stderr.splitlines() if "is not divisible" in line]
-    assert f"{tmp_path}/runs/vanilla-0.001, {tmp_path}/runs/vanilla-0.002" in reason
-    assert "and 1 more: training.batch_size=" in reason
-    assert "is not divisible by the 3 ranks" in reason
-    assert "slurm.gpus_per_node=0 gives one, on a CPU" in reason
-    done = submit(*four_points, "slurm.gpus_per_node=1", "slurm.gpu_memory=0.001")
-    assert done.returncode == 2
-    assert "the run does not fit in memory:" in done.stderr
-    assert "0.00 GiB is what each GPU has" in done.stderr
-    done = submit(*four_points, "slurm.mem=1M")
-    assert "0.00 GiB is 80% of the memory for each rank" in done.stderr
+    with pytest.raises(UserError) as refused:
+        submit(*four_points, "slurm.nodes=3")
+    (reason,) = [line for line in str(refused.value).splitlines() if "is not divisible" in line]
+    for words in (f"{tmp_path}/runs/vanilla-0.001, {tmp_path}/runs/vanilla-0.002",
+                  "and 1 more: training.batch_size=", "is not divisible by the 3 ranks",
+                  "slurm.gpus_per_node=0 gives one, on a CPU"):  # fmt: skip
+        assert words in reason
+    for more, words in (
+        (["slurm.gpus_per_node=1", "slurm.gpu_memory=0.001"],
+         r"(?s)the run does not fit in memory:.*0.00 GiB is what each GPU has"),
+        (["slurm.mem=1M"], "0.00 GiB is 80% of the memory for each rank"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=words):
+            submit(*four_points, "model=vanilla", "optimizer.lr=0.001", *more)
     assert not (tmp_path / "runs").exists()
 
 
@@ -253,20 +266,13 @@ def test_a_choice_is_submitted_in_the_rounds_that_its_runs_call_for(
     assert "without a chosen value" not in printed
 
 
-def test_points_wait_for_the_preparation_of_their_data(tmp_path: Path, submit: Submit) -> None:
-    done = submit("size=micro", "data=c4", f"data.path={tmp_path}/tokens", "seed=1,2")
-    assert done.returncode == 2
-    assert "not prepared: c4: data=c4. Prepare it, which takes" in done.stderr
-    assert "data/prepare.py data=c4 data.path=" in done.stderr
-    assert done.stderr.count("not prepared") == 1
-
-
-def test_a_dry_run_prints_the_plan_before_what_would_be_refused(
+def test_points_wait_for_the_preparation_of_their_data_and_a_dry_run_prints_the_plan_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("depthlm.slurm.start.COMMON_GPU", 7e7)
-    with pytest.raises(UserError, match="seed2-c4-path-tokens: not prepared: c4"):
+    refused = r"(?s)seed2-c4-path-tokens: not prepared: c4: data=c4. Prepare it, .*data/prepare.py data=c4 data.path="
+    with pytest.raises(UserError, match=refused):
         main(["size=micro", "data=c4", "data.path=tokens", "seed=1,2", "--dry-run"], "submit")
     printed = capsys.readouterr().out
     assert "train.py size=micro data=c4 data.path=tokens seed=2" in printed
@@ -276,9 +282,9 @@ def test_a_dry_run_prints_the_plan_before_what_would_be_refused(
 
 
 def test_the_status_says_why_a_job_waits_and_where_a_job_that_ended_has_its_log(
-    four_points: list[str], tmp_path: Path, submit: Submit
+    four_points: list[str], tmp_path: Path, bin_folder: Path, submit: Submit
 ) -> None:
-    bin_folder, snapshot = tmp_path / "bin", tmp_path / "runs/.slurm/0001"
+    snapshot = tmp_path / "runs/.slurm/0001"
     snapshot.mkdir(parents=True)
     points = sweep_points(four_points[2:], four_points[1])
     record_array(snapshot, "12", [point.directory for point in points])
@@ -287,7 +293,7 @@ def test_the_status_says_why_a_job_waits_and_where_a_job_that_ended_has_its_log(
         "squeue",
         'echo "12 0 PENDING PartitionConfig"; echo "12 1 PENDING Priority"; echo "12 2 RUNNING None"\n',
     )
-    printed = submit("--status", *four_points, PATH=f"{bin_folder}:{os.environ['PATH']}").stdout
+    printed = submit("--status", *four_points)
     lines = [re.split(r"  +", line.strip()) for line in printed.splitlines()]
     assert [line[-1] for line in lines[3:7]] == [
         "can never start: PartitionConfig",
@@ -297,47 +303,24 @@ def test_the_status_says_why_a_job_waits_and_where_a_job_that_ended_has_its_log(
     ]
 
 
-@pytest.mark.parametrize(
-    ("reason", "text"),
-    [
-        ("PartitionConfig", "can never start: PartitionConfig"),
-        ("PartitionTimeLimit", "can never start: PartitionTimeLimit"),
-        ("PartitionNodeLimit", "can never start: PartitionNodeLimit"),
-        ("BadConstraints", "can never start: BadConstraints"),
-        ("AssocMaxWallDurationPerJobLimit", "can never start: AssocMaxWallDurationPerJobLimit"),
-        ("QOSMaxNodePerJobLimit", "can never start: QOSMaxNodePerJobLimit"),
-        ("QOSMaxGRESPerJob", "can never start: QOSMaxGRESPerJob"),
-        ("QOSMinGRES", "can never start: QOSMinGRES"),
-        ("DependencyNeverSatisfied", "can never start: DependencyNeverSatisfied"),
-        ("AssocGrpCpuLimit", "waits: AssocGrpCpuLimit"),
-        ("QOSMaxCpuPerUserLimit", "waits: QOSMaxCpuPerUserLimit"),
-        ("AssocMaxJobsLimit", "waits: AssocMaxJobsLimit (until other jobs end; can never start if the limit is 0)"),
-        ("QOSMaxJobsPerUserLimit",
-         "waits: QOSMaxJobsPerUserLimit (until other jobs end; can never start if the limit is 0)"),
-        ("ReqNodeNotAvail, UnavailableNodes:n3", "waits: ReqNodeNotAvail, UnavailableNodes:n3"),
-        ("None", ""),
-        ("", ""),
-    ],
-)  # fmt: skip
-def test_a_reason_is_called_permanent_only_if_no_wait_helps(reason: str, text: str) -> None:
-    assert waiting_text(reason) == text
-
-
-def test_a_snapshot_is_never_shared(tmp_path: Path) -> None:
-    take_snapshot(tmp_path / "0001", ["a"])
-    with pytest.raises(UserError, match="0001: the code cannot be copied there"):
-        take_snapshot(tmp_path / "0001", ["b"])
+def test_a_reason_is_called_permanent_only_if_no_wait_helps() -> None:
+    for reason in ("PartitionConfig", "PartitionTimeLimit", "PartitionNodeLimit", "BadConstraints",
+                   "AssocMaxWallDurationPerJobLimit", "QOSMaxNodePerJobLimit", "QOSMaxGRESPerJob", "QOSMinGRES",
+                   "DependencyNeverSatisfied"):  # fmt: skip
+        assert waiting_text(reason) == f"can never start: {reason}"
+    for reason in ("AssocGrpCpuLimit", "QOSMaxCpuPerUserLimit", "ReqNodeNotAvail, UnavailableNodes:n3"):
+        assert waiting_text(reason) == f"waits: {reason}"
+    for reason in ("AssocMaxJobsLimit", "QOSMaxJobsPerUserLimit"):
+        assert waiting_text(reason) == f"waits: {reason} (until other jobs end; can never start if the limit is 0)"
+    assert waiting_text("None") == waiting_text("") == ""
 
 
 def test_broken_records_of_jobs_are_named_and_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, bin_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake(
-        tmp_path / "bin",
-        "squeue",
-        'echo "12 0 CONFIGURING"; echo "12 1 RUNNING"; echo "12 2 TIMEOUT"; echo "12 9 RUNNING"\n',
+        bin_folder, "squeue", 'echo "12 0 CONFIGURING"; echo "12 1 RUNNING"; echo "12 2 TIMEOUT"; echo "12 9 RUNNING"\n'
     )
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     snapshot = tmp_path / ".slurm/0001"
     snapshot.mkdir(parents=True)
     (snapshot / "jobs.jsonl").write_bytes(b'{"job": "11", "dir\n\xff\n[]\n')
@@ -345,11 +328,8 @@ def test_broken_records_of_jobs_are_named_and_skipped(
     record_array(snapshot, "12", runs)
     jobs = queued_points([tmp_path / ".slurm"])
     assert {directory: job.state for directory, job in jobs.items()} == {runs[0]: "waiting", runs[1]: "running"}
-    assert [text.partition(": ")[0].rpartition(":")[2] for text in capsys.readouterr().err.splitlines()] == [
-        "1",
-        "2",
-        "3",
-    ]
+    named = [text.partition(": ")[0].rpartition(":")[2] for text in capsys.readouterr().err.splitlines()]
+    assert named == ["1", "2", "3"]
 
 
 # as SLURM for the last task of array 40, whose own id is that of the array: its id alone names all tasks
@@ -363,16 +343,9 @@ TASK = {"SLURM_JOB_ID": "40", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID":
 
 
 @pytest.mark.parametrize(
-    ("script", "task", "asked"),
-    [
-        ("train.sbatch", TASK, "requeue 40_3"),
-        ("prepare.sbatch", TASK, "requeue 40_3"),
-        ("train.sbatch", {"SLURM_JOB_ID": "40_3"}, "requeue 40_3"),
-    ],
+    ("script", "task"), [("train.sbatch", TASK), ("prepare.sbatch", TASK), ("train.sbatch", {"SLURM_JOB_ID": "40_3"})]
 )
-def test_the_last_task_of_an_array_requeues_itself(
-    tmp_path: Path, script: str, task: dict[str, str], asked: str
-) -> None:
+def test_the_last_task_of_an_array_requeues_itself(tmp_path: Path, script: str, task: dict[str, str]) -> None:
     fake(tmp_path, "scontrol", SCONTROL)
     # the run saves and exits with 75 on the signal
     fake(tmp_path, "srun", "trap 'exit 75' USR1; touch begun; sleep 30 & wait\n")
@@ -383,4 +356,4 @@ def test_the_last_task_of_an_array_requeues_itself(
         time.sleep(0.02)
     job.send_signal(signal.SIGUSR1)
     job.wait(20)
-    assert (tmp_path / "scontrol.calls").read_text().splitlines()[-1] == asked
+    assert (tmp_path / "scontrol.calls").read_text().splitlines()[-1] == "requeue 40_3"

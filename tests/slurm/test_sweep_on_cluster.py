@@ -51,6 +51,7 @@ def wait_for_jobs(cluster: dict[str, str], seconds: float) -> None:
     wait_until(lambda: not run(cluster, "squeue", "--noheader").strip(), seconds, "the queue is empty")
 
 
+@pytest.mark.release
 def test_an_array_of_four_points_over_two_nodes(
     cluster: dict[str, str], submit: Submit, four_points: list[str], tmp_path: Path
 ) -> None:
@@ -70,22 +71,6 @@ def test_an_array_of_four_points_over_two_nodes(
     status = submit("--status", *four_points)
     assert "4 points: 4 complete" in status
     assert "0 points to train" in submit(*four_points, *ONE_RANK)
-
-
-def test_a_job_that_asks_for_more_nodes_than_there_are_can_never_start(
-    cluster: dict[str, str], submit: Submit, four_points: list[str]
-) -> None:
-    (job,) = re.findall(r"job (\d+): 4 points", submit(*four_points, *ONE_RANK, "slurm.nodes=4"))
-    try:
-        wait_until(
-            lambda: submit("--status", *four_points).count("can never start: PartitionNodeLimit") == 4, 60, "the reason"
-        )
-    finally:
-        run(cluster, "scancel", job)
-    wait_for_jobs(cluster, 60)
-    status = submit("--status", *four_points)
-    assert "4 points: 4 failed" in status
-    assert "the job ended before its run began; see " in status
 
 
 def test_a_failed_point_is_reported_and_only_it_is_submitted_again(
@@ -121,7 +106,9 @@ class Fragile(Residual):
     assert "2 points: 2 complete" in submit("--status", *sweep, **path)
 
 
-@pytest.mark.parametrize("event", ["signalled", "timed out", "preempted"])
+@pytest.mark.parametrize(
+    "event", ["signalled", *(pytest.param(event, marks=pytest.mark.release) for event in ("timed out", "preempted"))]
+)
 def test_every_point_of_an_array_that_is_stopped_saves_is_requeued_and_resumes(
     event: str, cluster: dict[str, str], submit: Submit, small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
@@ -170,6 +157,7 @@ def states(cluster: dict[str, str], array: str) -> list[str]:
     return run(cluster, "squeue", "--noheader", "--array", f"--jobs={array}", "--format=%T").split()
 
 
+@pytest.mark.release
 def test_an_array_prepares_a_corpus_with_the_bytes_of_one_process(
     cluster: dict[str, str], corpus_folder: Path, tmp_path: Path
 ) -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,8 @@ from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.training import train
 from depthlm.training.engine import undo_sharding
+
+from ..two_ranks import train_on_ranks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,3 +65,24 @@ def trained(small_run: Callable[..., list[str]], shared_runs: Path, tmp_path: Pa
         return Path(shutil.copytree(source, tmp_path / name))
 
     return copied
+
+
+@pytest.fixture
+def train_run(
+    request: pytest.FixtureRequest, small_run: Callable[..., list[str]], tmp_path: Path
+) -> Callable[..., Path]:
+    """Train a run with these overrides on one rank or on two, which must succeed, and return its directory.
+
+    stops: it is stopped after each of these steps, and resumed.
+    """
+
+    def completed(*overrides: str, name: str = "run", ranks: int = 1, stops: Sequence[int] = ()) -> Path:
+        for more in [(f"training.stop_after={stop}",) for stop in stops] or [()]:
+            given = small_run(*overrides, *more, name=name)
+            if ranks == 1:
+                assert train(depthlm.compose(given)) == 0
+            else:
+                assert request.getfixturevalue("two_ranks")(train_on_ranks, given) == [0, 0]
+        return tmp_path / name
+
+    return completed

@@ -1,6 +1,7 @@
 """What a run leaves in its directory, read for comparisons."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ from safetensors.torch import load_file
 
 from depthlm.runs.records import read_metrics
 
+# the types of the fixtures small_run, and of train_run and trained
+Overrides = Callable[..., list[str]]
+TrainRun = Callable[..., Path]
 CURVE = ("step", "tokens", "loss", "learning_rate", "grad_norm", "mean_loss")
 
 
@@ -59,3 +63,15 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     """Assert that two sets of tensors and numbers are equal bit for bit."""
     assert one.keys() == other.keys()
     assert [name for name in one if not torch.equal(torch.as_tensor(one[name]), torch.as_tensor(other[name]))] == []
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Assert that the curves, weights and states of two runs are equal bit for bit."""
+    assert curve(one) == curve(other)
+    assert_same(weights(one), weights(other))
+    assert_same(states(one), states(other))
+
+
+def losses(directory: Path) -> list[float]:
+    """Return the loss of every logged step."""
+    return [row["loss"] for row in read_metrics(directory / "metrics.jsonl")]

@@ -6,8 +6,8 @@ import depthlm
 from depthlm.config import Config
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
-from depthlm.training.engine import build_engine
-from depthlm.training.plan import learning_rate, make_plan
+from depthlm.training.engine import Engine, build_engine
+from depthlm.training.plan import Plan, learning_rate, make_plan
 from depthlm.training.step import train_step
 
 
@@ -18,13 +18,18 @@ def synthetic_tokens(config: Config, steps: int) -> torch.Tensor:
     return (torch.arange(shape[-1]) * 3 + noise) % config.size.vocab_size
 
 
-def losses(overrides: list[str], steps: int, z_loss: float = 0.0) -> list[float]:
-    """Return the losses of `steps` updates on synthetic tokens."""
+def built(overrides: list[str]) -> tuple[Config, Plan, Engine]:
+    """Return a configuration, its plan and its engine."""
     torch.set_num_threads(1)
     config = depthlm.compose(overrides)
     start_distributed(ranks())
     plan = make_plan(config, ranks())
-    engine = build_engine(config, plan, depthlm.build_model(config))
+    return config, plan, build_engine(config, plan, depthlm.build_model(config))
+
+
+def losses(overrides: list[str], steps: int, z_loss: float = 0.0) -> list[float]:
+    """Return the losses of `steps` updates on synthetic tokens."""
+    config, plan, engine = built(overrides)
     curve = []
     for updates, tokens in enumerate(synthetic_tokens(config, steps)):
         engine.set_learning_rate(learning_rate(config, plan, updates))

@@ -1,19 +1,16 @@
 """`deterministic=true` works for every mechanism."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import depthlm
-from depthlm.training import train, trainer
+from depthlm.config import mechanisms
+from depthlm.training import trainer
 
-from .run_files import curve
-
-PRESETS = sorted(path.stem for path in Path(__file__).parents[2].glob("conf/model/*.yaml"))
+from .run_files import TrainRun, assert_same_run
 
 
 @pytest.fixture(autouse=True)
@@ -22,12 +19,8 @@ def any_algorithm_after_the_test() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize(
-    "preset",
-    [name if name == "moda" else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS],
-)
-def test_a_deterministic_run_gives_the_same_bits_twice(
-    small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str
+def test_a_deterministic_run_gives_the_same_bits_twice_and_does_not_affect_the_next_run(
+    train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allowed, train_step = [], trainer.train_step
 
@@ -36,17 +29,22 @@ def test_a_deterministic_run_gives_the_same_bits_twice(
         return train_step(*arguments)
 
     monkeypatch.setattr(trainer, "train_step", recorded)
-    for name in ("one", "two"):
-        overrides = small_run(f"model={preset}", "training.max_steps=2", "deterministic=true", name=name)
-        assert train(depthlm.compose(overrides)) == 0
-    assert allowed == [True] * 4
-    assert curve(tmp_path / "one") == curve(tmp_path / "two")
-    one, two = (load_file(tmp_path / name / "checkpoints/step-00000002/model.safetensors") for name in ("one", "two"))
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    given = ("model=moda", "training.max_steps=2")
+    one, two = (train_run(*given, "deterministic=true", name=name) for name in ("one", "two"))
+    assert_same_run(one, two)
+    train_run("training.max_steps=1")
+    assert allowed == [True] * 4 + [False]
 
 
-def test_deterministic_does_not_affect_the_next_run(small_run: Callable[..., list[str]]) -> None:
-    assert train(depthlm.compose(small_run("training.max_steps=1", "deterministic=true", name="one"))) == 0
-    assert train(depthlm.compose(small_run("training.max_steps=1", name="two"))) == 0
-    assert not torch.are_deterministic_algorithms_enabled()
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", mechanisms())
+def test_every_mechanism_has_deterministic_operations(preset: str) -> None:
+    model = depthlm.build_model(depthlm.compose(["size=micro", "size.num_layers=2", f"model={preset}"]))
+    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(0))
+    torch.use_deterministic_algorithms(True)
+
+    def gradients() -> list[torch.Tensor]:
+        loss = model(tokens[:, :-1], tokens[:, 1:]).nll
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True)]
+
+    assert all(torch.equal(one, two) for one, two in zip(gradients(), gradients(), strict=True))

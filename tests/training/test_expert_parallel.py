@@ -1,8 +1,7 @@
 """Experts that are spread over ranks: the same run as on one rank, resumed, converted, and with uneven loads."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,28 +17,23 @@ from depthlm.model.experts import Experts, Spread
 from depthlm.model.experts.experts import expert_ends
 from depthlm.model.parameters import part_of
 from depthlm.runs.records import read_metrics
-from depthlm.training import train
 from depthlm.training.engine import build_engine, draw_spread
 from depthlm.training.plan import make_plan
 
 from ..accounting.test_memory import saved_by_autograd
 from ..forks import Forks
 from ..ranks import rank_variables
-from ..two_ranks import TwoRanks, train_and_resume, train_on_ranks
-from .run_files import assert_same, curve, manifest, states, weights
+from ..two_ranks import TwoRanks, train_on_ranks
+from .run_files import Overrides, TrainRun, assert_same, assert_same_run, curve, manifest, weights
 from .synthetic import synthetic_tokens
-from .test_experts import biases, records
+from .test_experts import ROUTERS, STEPS, biases, records
 
-STEPS = 6
 # the norm of the gradient is above 1, so all steps are clipped; both auxiliary losses and the bias balance the experts
-EXPERTS = ("backbone=qwen3_moe", "size.num_experts=4", "backbone.router_bias_rate=0.01", "training.log_every=1",
-           "backbone.router_balance_loss=0.1", "backbone.router_z_loss=0.01", "training.gradient_clipping=0.5",
-           f"training.max_steps={STEPS}", "training.micro_batch_size=1", "training.checkpoint_every=100",
-           "backbone.shared_experts=1")  # fmt: skip
+EXPERTS = (*ROUTERS, "backbone.router_balance_loss=0.1", "backbone.router_z_loss=0.01", "backbone.shared_experts=1",
+           "training.gradient_clipping=0.5", "training.micro_batch_size=1")  # fmt: skip
 SPREAD = (*EXPERTS, "deepspeed.experts=2")
 # Muon's updates are computed in bf16
 TOLERANCE = {"fp32": 1e-5, "muon": 3e-4, "bf16": 5e-3}
-Overrides = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="module")
@@ -65,107 +59,62 @@ def assert_close(one: Path, other: Path, precision: str = "fp32") -> None:
             assert torch.dist(first[name].float(), weight.float()) <= 20 * tolerance * weight.float().norm(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "precision"),
-    [
-        pytest.param("zero0", "fp32", marks=pytest.mark.slow),
-        pytest.param("zero1", "bf16", marks=pytest.mark.slow),
-        ("zero2", "fp32"),
-        pytest.param("zero2", "bf16", marks=pytest.mark.slow),
-    ],
+    ("stage", "precision", "optimizer"),
+    [("zero2", "fp32", "adamw"), ("zero1", "bf16", "adamw"), ("zero0", "fp32", "muon")],
 )
 def test_spread_experts_equal_those_of_one_rank_and_a_resumed_run_equals_both(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, stage: str, precision: str
+    train_run: TrainRun, stage: str, precision: str, optimizer: str
 ) -> None:
     # three validation windows for two ranks; a sample and the norms of sublayers pass through the experts as well
-    given = (f"deepspeed={stage}", f"precision={precision}", "training.validation_tokens=80",
+    given = (f"deepspeed={stage}", f"precision={precision}", f"optimizer={optimizer}", "training.validation_tokens=80",
              "training.validate_every=3", "training.sample=depth", "training.log_blocks_every=2")  # fmt: skip
-    assert train(depthlm.compose(small_run(*EXPERTS, *given, name="one"))) == 0
-    train_and_resume(two_ranks, small_run, (*SPREAD, *given), (3, STEPS))
-    one, two, resumed = (tmp_path / name for name in ("one", "two", "resumed"))
-    assert_close(two, one, precision)
+    one = train_run(*EXPERTS, *given, name="one")
+    two = train_run(*SPREAD, *given, ranks=2, name="two")
+    resumed = train_run(*SPREAD, *given, ranks=2, name="resumed", stops=(3, STEPS))
+    kind = "muon" if optimizer == "muon" else precision
+    assert_close(two, one, kind)
     losses = [
         [row["validation/local/loss"] for row in read_metrics(path / "metrics.jsonl") if row["step"] in (3, 6)]
         for path in (one, two)
     ]
-    torch.testing.assert_close(*losses, rtol=TOLERANCE[precision], atol=0)
-    if precision == "fp32":
+    torch.testing.assert_close(*losses, rtol=TOLERANCE[kind], atol=0)
+    if kind == "fp32":
         torch.testing.assert_close(records(one)[-1]["load"], records(two)[-1]["load"])
         assert_same(dict(enumerate(biases(one))), dict(enumerate(biases(two))))
         assert any(bias_e.any() for bias_e in biases(two))
-    assert curve(two) == curve(resumed)
-    assert_same(weights(two), weights(resumed))
-    assert_same(states(two), states(resumed))
+    assert_same_run(two, resumed)
     assert manifest(two)["experts"] == 2
 
 
 @pytest.mark.slow
-def test_spread_experts_get_the_updates_of_muon_and_resume(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
+def test_a_run_whose_experts_are_spread_over_other_ranks_at_each_step_equals_one_rank(
+    four_ranks: TwoRanks, train_run: TrainRun, small_run: Overrides, tmp_path: Path
 ) -> None:
-    given = ("deepspeed=zero0", "precision=fp32", "optimizer=muon")
-    assert train(depthlm.compose(small_run(*EXPERTS, *given, name="one"))) == 0
-    train_and_resume(two_ranks, small_run, (*SPREAD, *given), (3, STEPS))
-    one, two, resumed = (tmp_path / name for name in ("one", "two", "resumed"))
-    assert_close(two, one, "muon")
-    assert curve(two) == curve(resumed)
-    assert_same(weights(two), weights(resumed))
-    assert_same(states(two), states(resumed))
+    given = (*EXPERTS, "deepspeed=zero1")
+    # the ranks, and over how many of them the experts are spread, until each step
+    for stop, (ranks_now, count) in enumerate(((4, 4), (4, 2), (2, 2), (2, 1), (1, 1), (2, 2)), 1):
+        stopped = (*given, f"training.stop_after={stop}", f"deepspeed.experts={count}", "training.keep_last=9")
+        if ranks_now == 4:
+            assert four_ranks(train_on_ranks, small_run(*stopped, name="moved")) == [0] * 4
+        else:
+            train_run(*stopped, ranks=ranks_now, name="moved")
+    assert_close(tmp_path / "moved", train_run(*given, name="one"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "precision"), [("zero0", "bf16"), ("zero1", "fp32"), ("zero2", "bf16")])
-def test_four_ranks_equal_one_and_resume_with_experts_spread_otherwise(
-    four_ranks: TwoRanks, two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, stage: str, precision: str
+def test_spread_experts_with_compilation_checkpointing_asynchronous_checkpoints_and_given_weights(
+    train_run: TrainRun,
 ) -> None:
-    given = (*EXPERTS, f"deepspeed={stage}", f"precision={precision}")
-    one, moved = tmp_path / "one", tmp_path / "moved"
-    assert train(depthlm.compose(small_run(*given, name="one"))) == 0
-    for count in (2, 4):
-        name = f"four-{count}"
-        overrides = small_run(*given, f"deepspeed.experts={count}", name=name)
-        assert four_ranks(train_on_ranks, overrides) == [0] * 4
-        assert_close(tmp_path / name, one, precision)
-
-    def part(start: Callable[..., Any], stop: int, count: int) -> None:
-        stopped = (f"training.stop_after={stop}", f"deepspeed.experts={count}", "training.keep_last=9")
-        result = start(train_on_ranks, small_run(*given, *stopped, name="moved"))
-        assert set(result) == {0}
-
-    part(four_ranks, 1, 4)
-    part(four_ranks, 2, 2)
-    part(two_ranks, 3, 2)
-    part(two_ranks, 4, 1)
-    part(lambda function, overrides: [train(depthlm.compose(overrides))], 5, 1)
-    part(two_ranks, 6, 2)
-    assert_close(moved, one, precision)
-
-
-@pytest.mark.slow
-def test_spread_experts_with_checkpointing_compilation_and_asynchronous_checkpoints(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
-) -> None:
-    assert train(depthlm.compose(small_run(*EXPERTS, name="one"))) == 0
-    for name, settings in {
-        "checkpointed": ["training.activation_checkpointing=true", "training.async_checkpoint=true",
-                         "training.checkpoint_every=2", "deepspeed=zero1"],
-        "compiled": ["training.compile=true", "training.activation_checkpointing=true"],
-        "loops": ["training.compile=true"],
-    }.items():  # fmt: skip
-        assert two_ranks(train_on_ranks, small_run(*SPREAD, *settings, name=name)) == [0, 0]
-        assert_close(tmp_path / name, tmp_path / "one")
-
-
-@pytest.mark.slow
-def test_weights_of_one_rank_start_spread_experts_also_in_a_dry_run(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
-) -> None:
-    assert train(depthlm.compose(small_run(*EXPERTS, name="source"))) == 0
-    start = f"init_from={tmp_path / 'source'}"
-    assert train(depthlm.compose(small_run(*EXPERTS, start, name="one"))) == 0
-    assert two_ranks(train_on_ranks, small_run(*SPREAD, start, name="two")) == [0, 0]
-    assert_close(tmp_path / "two", tmp_path / "one")
-    assert two_ranks(train_on_ranks, small_run(*SPREAD, "dry_run=true", name="dry")) == [0, 0]
+    one = train_run(*EXPERTS, name="one")
+    two = train_run(*SPREAD, "training.activation_checkpointing=true", "training.async_checkpoint=true",
+                    "training.checkpoint_every=2", "training.compile=true", "deepspeed=zero1",
+                    ranks=2, name="two")  # fmt: skip
+    assert_close(two, one)
+    start = f"init_from={one}"
+    assert_close(train_run(*SPREAD, start, ranks=2, name="next-two"), train_run(*EXPERTS, start, name="next-one"))
+    train_run(*SPREAD, start, "dry_run=true", ranks=2, name="dry")
 
 
 def outputs(experts: Experts, x_rd: Tensor, experts_rk: Tensor, weights_rk: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,9 +147,9 @@ def unequal_outputs(chosen: list[int]) -> list[str]:
     return [name for name, (one, other) in pairs.items() if torch.dist(one, other) > 1e-5 * (1 + other.norm())]
 
 
-@pytest.mark.parametrize("chosen", [[0, 1], [3, 2], [1, 2]])
-def test_a_rank_without_tokens_takes_part(two_ranks: TwoRanks, chosen: list[int]) -> None:
-    assert two_ranks(unequal_outputs, chosen) == [[], []]
+def test_a_rank_without_tokens_takes_part(two_ranks: TwoRanks) -> None:
+    for chosen in ([0, 1], [3, 2], [1, 2]):
+        assert two_ranks(unequal_outputs, chosen) == [[], []]
 
 
 def spread_model(config: Config) -> Decoder:
@@ -248,23 +197,16 @@ def test_a_bad_gradient_of_an_expert_skips_the_update_on_all_ranks(two_ranks: Tw
     assert two_ranks(step_with_a_bad_expert, overrides) == [(False, False)] * 2
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+def test_experts_that_cannot_be_spread_are_refused(monkeypatch: pytest.MonkeyPatch, small_run: Overrides) -> None:
+    for name, value in rank_variables(0, 29500, world_size=4).items():
+        monkeypatch.setenv(name, value)
+    given = ("backbone=qwen3_moe", "size.num_experts=6", "deepspeed.experts=3", "training.batch_size=4")
+    for overrides, message in (
         (["deepspeed=zero3"], "deepspeed.experts=3 with deepspeed.stage=3: DeepSpeed cannot spread experts"),
         (["backbone=qwen3"], "deepspeed.experts=3: backbone.mlp=swiglu has no experts"),
         (["size.num_experts=8"], "deepspeed.experts=3: must divide size.num_experts=8; allowed: 1, 2, 4, 8"),
         ([], "deepspeed.experts=3: must divide the number of ranks of this run, 4; allowed: 1, 2, 4"),
-    ],
-)
-def test_experts_that_cannot_be_spread_are_refused(
-    monkeypatch: pytest.MonkeyPatch, small_run: Overrides, overrides: list[str], message: str
-) -> None:
-    for name, value in rank_variables(0, 29500, world_size=4).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError) as caught:
-        depthlm.compose(
-            small_run("backbone=qwen3_moe", "size.num_experts=6", "deepspeed.experts=3", "training.batch_size=4",
-                      *overrides)
-        )  # fmt: skip
-    assert any(error.startswith(message) for error in caught.value.errors), caught.value.errors
+    ):
+        with pytest.raises(ConfigError) as caught:
+            depthlm.compose(small_run(*given, *overrides))
+        assert any(error.startswith(message) for error in caught.value.errors), caught.value.errors

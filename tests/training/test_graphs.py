@@ -3,13 +3,13 @@
 Without a GPU, a backend of the tests "replays" by running the captured function again on its static inputs.
 """
 
+import functools
 import logging
 import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import depthlm
-from depthlm.config import Config
+from depthlm.config import Config, mechanisms
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
-from depthlm.model.attention.context import find_documents
 from depthlm.training import train
 from depthlm.training.capture import Captured, record_waits
 from depthlm.training.engine import Engine, build_engine
@@ -31,9 +30,8 @@ from depthlm.training.graphs import MicroBatchGraphs, make_graphs
 from depthlm.training.plan import Plan, make_plan
 from depthlm.training.step import train_step
 
-from ..model.conftest import PRESETS
 from ..two_ranks import TwoRanks
-from .run_files import assert_same, curve, states, weights
+from .run_files import Overrides, TrainRun, assert_same, assert_same_run, curve, weights
 from .spoiled import train_spoiled
 from .synthetic import synthetic_tokens
 
@@ -41,17 +39,18 @@ from .synthetic import synthetic_tokens
 STEPS, SKIPPED = 5, 3
 SMALL = ("size=micro", "training.sequence_length=16", "training.batch_size=4", "training.micro_batch_size=2",
          "precision=fp32")  # fmt: skip
-QUICK = ("vanilla", "depth_attention", "attention_residuals", "moda", "denseformer", "mhc", "dca")
-OTHERS = {
-    "dropout": ["backbone.dropout=0.1", "training.activation_checkpointing=true"],
-    "selective": ["training.activation_checkpointing=selective"],
-    "bf16": ["model=attention_residuals", "precision=bf16"],
-    "loops": ["model=dca", "model.loops=2"],
-    "experts": ["backbone=qwen3_moe", "model=moda"],
-    "one micro-batch": ["model=moda", "training.micro_batch_size=4"],
-    "weights in averages": ["optimizer=schedule_free", "schedule=constant"],
-    "muon": ["optimizer=muon"],
+# each of these models once, with what a graph could miss
+CASES = {
+    "dropout": "model=depth_attention backbone.dropout=0.1 training.activation_checkpointing=true",
+    "selective": "model=denseformer training.activation_checkpointing=selective",
+    "bf16": "model=attention_residuals precision=bf16",
+    "loops": "model=dca model.loops=2",
+    "experts": "backbone=qwen3_moe model=moda",
+    "one micro-batch": "model=mhc training.micro_batch_size=4",
+    "weights in averages": "optimizer=schedule_free schedule=constant",
+    "muon": "optimizer=muon",
 }
+QUICK = ("dropout", "bf16", "loops", "experts", "one micro-batch")
 
 
 class Rerun:
@@ -131,34 +130,39 @@ def trained(overrides: list[str], graphs: Callable[..., Any] = lambda *_: None) 
     return steps, after, made
 
 
+@functools.cache
+def ordinary(*overrides: str) -> Any:
+    """Return the steps of a run without graphs, and the weights after them."""
+    return trained([*overrides])[:2]
+
+
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        *(pytest.param([f"model={x}"], id=x, marks=[] if x in QUICK else pytest.mark.slow) for x in PRESETS),
-        *(pytest.param(overrides, id=name) for name, overrides in OTHERS.items()),
-    ],
+    "case",
+    [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in (*CASES, *mechanisms()) if name not in QUICK)],
 )
-def test_replays_equal_ordinary_steps(overrides: list[str]) -> None:
-    expected, weights_after, _ = trained(overrides)
+def test_replays_equal_ordinary_steps(case: str) -> None:
+    overrides = CASES.get(case, f"model={case}").split()
+    expected, weights_after = ordinary(*overrides)
     steps, after, graphs = trained(overrides, rerun_graphs)
-    assert (graphs.captured, graphs.reason) == (1 if "training.micro_batch_size=4" in overrides else 2, None)
+    assert (graphs.captured, graphs.reason) == (1 if case == "one micro-batch" else 2, None)
     assert steps == expected
     assert [applied for *_, applied in steps] == [number != SKIPPED for number in range(STEPS)]
     assert_same(after, weights_after)
 
 
-@pytest.mark.parametrize("fails_at", [1, 2])
-def test_a_capture_that_fails_loses_nothing(fails_at: int, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "depthlm"):
-        steps, after, graphs = trained(["model=moda"], partial(rerun_graphs, fails_at=fails_at))
-    expected, weights_after, _ = trained(["model=moda"])
-    assert steps == expected
-    assert_same(after, weights_after)
-    assert graphs.captured == fails_at - 1
-    assert not graphs.graphs
-    [message] = [record.message for record in caplog.records if "CUDA graphs" in record.message]
-    assert "test_graphs.py:" in message
-    assert message.endswith("in capture: operation not permitted when stream is capturing")
+def test_a_capture_that_fails_loses_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    expected, weights_after = ordinary("model=moda")
+    for fails_at in (1, 2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "depthlm"):
+            steps, after, graphs = trained(["model=moda"], functools.partial(rerun_graphs, fails_at=fails_at))
+        assert steps == expected
+        assert_same(after, weights_after)
+        assert graphs.captured == fails_at - 1
+        assert not graphs.graphs
+        [message] = [record.message for record in caplog.records if "CUDA graphs" in record.message]
+        assert "test_graphs.py:" in message
+        assert message.endswith("in capture: operation not permitted when stream is capturing")
 
 
 def test_the_line_that_waits_is_that_of_the_mechanism(recwarn: pytest.WarningsRecorder) -> None:
@@ -180,7 +184,7 @@ def test_code_that_waits_is_found_before_a_capture() -> None:
 
     steps, _, graphs = trained([], waiting)
     assert (graphs.captured, graphs.reason) == (0, "the host waits for the GPU at mechanism.py:7")
-    assert steps == trained([])[0]
+    assert steps == ordinary()[0]
 
 
 def test_layers_that_draw_random_numbers_are_not_recomputed_in_a_graph(caplog: pytest.LogCaptureFixture) -> None:
@@ -207,17 +211,7 @@ def test_weights_that_move_are_captured_again() -> None:
 
     steps, _, graphs = trained([], moving)
     assert graphs.captured == 4
-    assert steps == trained([])[0]
-
-
-@pytest.mark.parametrize("most", [4, 9])
-def test_a_limit_of_documents_only_adds_empty_ones(most: int) -> None:
-    ends = torch.tensor([[0, 1, 0, 0], [1, 0, 0, 1]], dtype=torch.bool)
-    exact, limited = find_documents(ends).mask.bounds, find_documents(ends, max_documents=most).mask.bounds
-    assert exact.offsets.tolist() == [0, 2, 4, 5, 8]
-    assert limited.offsets.tolist() == [0, 2, 4, 5, *[8] * (most - 3)]
-    assert limited[1:] == exact[1:]
-    assert limited.offsets.dtype == exact.offsets.dtype
+    assert steps == ordinary()[0]
 
 
 def test_more_documents_than_expected_are_captured_again() -> None:
@@ -233,13 +227,14 @@ def test_more_documents_than_expected_are_captured_again() -> None:
     assert graphs.max_documents >= 2 * 16
 
 
-def train_with_graphs(overrides: list[str], fails_at: int | None = None) -> int:
-    """Train as train.py does, with the backend of these tests."""
-    with mock.patch("depthlm.training.trainer.make_graphs", partial(rerun_graphs, fails_at=fails_at)):
+def train_with_graphs(overrides: list[str], fails_on_1: int | None) -> int:
+    """Train as train.py does, with the backend of these tests. fails_on_1: the capture that fails on rank 1."""
+    fails_at = fails_on_1 if ranks().rank == 1 else None
+    with mock.patch("depthlm.training.trainer.make_graphs", functools.partial(rerun_graphs, fails_at=fails_at)):
         return train(depthlm.compose(overrides))
 
 
-def test_a_run_with_graphs_equals_one_without(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_run_with_graphs_equals_one_without(small_run: Overrides, tmp_path: Path) -> None:
     """Also with sublayer norms, which are measured without a graph, and if it stops, resumes, and skips a batch."""
     settings = ("training.max_steps=9", "training.micro_batch_size=2", "training.log_blocks_every=4",
                 "training.log_every=1")  # fmt: skip
@@ -248,71 +243,39 @@ def test_a_run_with_graphs_equals_one_without(small_run: Callable[..., list[str]
         for stop in ("training.stop_after=5", "training.stop_after=null"):
             assert train_spoiled(small_run(*settings, stop), {8: "loss"}) == 0
     plain, graphs = tmp_path / "plain", tmp_path / "run"
-    assert curve(graphs) == curve(plain)
-    assert_same(weights(graphs), weights(plain))
-    assert_same(states(graphs), states(plain))
+    assert_same_run(graphs, plain)
     assert (graphs / "blocks.jsonl").read_text() == (plain / "blocks.jsonl").read_text()
 
 
-def test_two_ranks_with_graphs_equal_two_without(
-    two_ranks: TwoRanks, small_run: Callable[..., list[str]], tmp_path: Path
+def test_two_ranks_with_graphs_equal_two_without_also_if_a_capture_fails_on_one(
+    two_ranks: TwoRanks, train_run: TrainRun, small_run: Overrides, tmp_path: Path
 ) -> None:
     settings = ("training.max_steps=5", "training.micro_batch_size=2", "deepspeed.reduce_bucket_size=20000")
-    assert two_ranks(train_plain, small_run(*settings, name="plain")) == [0, 0]
-    assert two_ranks(train_with_graphs, small_run(*settings)) == [0, 0]
-    assert two_ranks(train_with_one_failure, small_run(*settings, name="failed")) == [0, 0]
-    for name in ("run", "failed"):
-        assert curve(tmp_path / name) == curve(tmp_path / "plain")
-        assert_same(weights(tmp_path / name), weights(tmp_path / "plain"))
+    plain = train_run(*settings, ranks=2, name="plain")
+    for name, fails_on_1 in (("run", None), ("failed", 2)):
+        assert two_ranks(train_with_graphs, small_run(*settings, name=name), fails_on_1) == [0, 0]
+        assert curve(tmp_path / name) == curve(plain)
+        assert_same(weights(tmp_path / name), weights(plain))
 
 
-@pytest.mark.slow
-def test_two_ranks_replay_every_preset(two_ranks: TwoRanks) -> None:
-    assert two_ranks(presets_that_differ) == [[], []]
-
-
-def presets_that_differ() -> list[str]:
-    """Return the presets whose losses, norms or weights depend on whether this rank replays."""
-    differ = []
-    for preset in PRESETS:
-        overrides = [f"model={preset}", "training.batch_size=8", "deepspeed.reduce_bucket_size=20000"]
-        (steps, after, _), (expected, weights_after, _) = trained(overrides, rerun_graphs), trained(overrides)
-        if steps != expected or any(not torch.equal(x, weights_after[name]) for name, x in after.items()):
-            differ.append(preset)
-    return differ
-
-
-def train_plain(overrides: list[str]) -> int:
-    return train(depthlm.compose(overrides))
-
-
-def train_with_one_failure(overrides: list[str]) -> int:
-    """Train with graphs, whose second capture fails on rank 1."""
-    return train_with_graphs(overrides, fails_at=2 if ranks().rank == 1 else None)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "device", "reason"),
-    [
+def test_a_run_without_graphs_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    for overrides, device, reason in (
         (["training.cuda_graphs=auto"], "cpu", None),
         (["training.cuda_graphs=false"], "cuda", None),
         (["training.cuda_graphs=true"], "cpu", "they need a GPU"),
         (["deepspeed=zero1"], "cuda", "deepspeed.stage=1"),
         (["backbone=qwen3_moe"], "cuda", "deepspeed.experts=2"),
         (["training.profile=true"], "cuda", "training.profile=true"),
-    ],
-)
-def test_a_run_without_graphs_says_why(
-    overrides: list[str], device: str, reason: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = depthlm.compose(["size=micro", *overrides])
-    if reason == "deepspeed.experts=2":
-        # a configuration of two ranks
-        config = replace(config, deepspeed=replace(config.deepspeed, experts=2))
-    engine = mock.Mock(device=torch.device(device))
-    with caplog.at_level(logging.INFO, "depthlm"):
-        assert make_graphs(config, mock.Mock(), engine) is None
-    assert [reason in record.message for record in caplog.records] == ([True] if reason else [])
+    ):
+        config = depthlm.compose(["size=micro", *overrides])
+        if reason == "deepspeed.experts=2":
+            # a configuration of two ranks
+            config = replace(config, deepspeed=replace(config.deepspeed, experts=2))
+        engine = mock.Mock(device=torch.device(device))
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "depthlm"):
+            assert make_graphs(config, mock.Mock(), engine) is None
+        assert [reason in record.message for record in caplog.records] == ([True] if reason else [])
 
 
 def test_the_host_waits_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:

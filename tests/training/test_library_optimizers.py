@@ -1,34 +1,23 @@
 """The optimizers of pytorch_optimizer: other ranks, resumed runs, averages of the weights, and what is refused."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-import depthlm
 from depthlm.evaluation.evaluate import Evaluate, evaluate
 from depthlm.runs.records import read_metrics
-from depthlm.training import train
 
-from ..two_ranks import TwoRanks, train_on_ranks
-from .run_files import assert_same, curve, states, weights
+from .run_files import TrainRun, assert_same_run, curve, weights
 
 pytest.importorskip("pytorch_optimizer")
 
-Overrides = Callable[..., list[str]]
 STEPS = 6
 
 
-def run(
-    overrides: Overrides, two_ranks: TwoRanks, ranks: int, stage: int, optimizer: str, *more: str, name: str
-) -> None:
-    given = overrides(f"optimizer={optimizer}", f"deepspeed=zero{stage}", f"training.max_steps={STEPS}",
-                      "schedule=constant", "training.validate_every=2", *more, name=name)  # fmt: skip
-    if ranks == 2:
-        assert two_ranks(train_on_ranks, given) == [0, 0]
-    else:
-        assert train(depthlm.compose(given)) == 0
+def settings(optimizer: str, stage: int, *more: str) -> tuple[str, ...]:
+    return (f"optimizer={optimizer}", f"deepspeed=zero{stage}", f"training.max_steps={STEPS}",
+            "schedule=constant", "training.validate_every=2", *more)  # fmt: skip
 
 
 def losses(directory: Path) -> list[float]:
@@ -44,67 +33,43 @@ def assert_close(one: Path, other: Path, optimizer: str) -> None:
     assert all(torch.dist(first[name], second[name]) <= 100 * tolerance * second[name].norm() for name in second)
 
 
-SHARDED = ("ademamix", "schedule_free")
-CASES = [("schedule_free", 3, 2)]
-OTHER_CASES = [
-    *(("ademamix", stage, 2) for stage in (1, 3)),
-    *(("schedule_free", stage, 2) for stage in (0, 2)),
-    *(("soap", 0, ranks) for ranks in (1, 2)),
-]
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "stage", "ranks"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_CASES)]
-)
-def test_a_run_equals_one_rank_and_resumes_bit_for_bit(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, optimizer: str, stage: int, ranks: int
+@pytest.mark.slow
+@pytest.mark.parametrize(("optimizer", "stage"), [("ademamix", 1), ("schedule_free", 3), ("soap", 0)])
+def test_two_ranks_equal_one_and_resume_bit_for_bit_and_a_sharded_run_on_one_rank(
+    train_run: TrainRun, optimizer: str, stage: int
 ) -> None:
-    run(small_run, two_ranks, 1, 0, optimizer, name="one")
-    run(small_run, two_ranks, ranks, stage, optimizer, name="straight")
-    for stop in (3, STEPS):
-        run(small_run, two_ranks, ranks, stage, optimizer, f"training.stop_after={stop}", name="resumed")
-    one, straight, resumed = (tmp_path / name for name in ("one", "straight", "resumed"))
+    given = settings(optimizer, stage)
+    one = train_run(*settings(optimizer, 0), name="one")
+    straight = train_run(*given, ranks=2, name="straight")
+    resumed = train_run(*given, ranks=2, name="resumed", stops=(3, STEPS))
     assert losses(straight)[STEPS - 1] < losses(straight)[0]
     assert_close(straight, one, optimizer)
     assert losses(straight) == losses(resumed)
-    assert curve(straight) == curve(resumed)
-    assert_same(weights(straight), weights(resumed))
-    assert_same(states(straight), states(resumed))
+    assert_same_run(straight, resumed)
+    if stage:
+        for count, stop in ((2, 2), (1, 4), (2, STEPS)):
+            moved = train_run(*given, f"training.stop_after={stop}", ranks=count, name="moved")
+        assert_close(moved, one, optimizer)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", SHARDED)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_run_resumes_on_other_ranks(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, optimizer: str, stage: int
-) -> None:
-    run(small_run, two_ranks, 1, 0, optimizer, name="one")
-    for ranks, stop in ((2, 2), (1, 4), (2, STEPS)):
-        run(small_run, two_ranks, ranks, stage, optimizer, f"training.stop_after={stop}", name="moved")
-    assert_close(tmp_path / "moved", tmp_path / "one", optimizer)
-
-
-def test_averages_are_exported_and_validations_leave_no_trace(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
-) -> None:
-    for name, every in (("often", 1), ("once", 100)):
-        more = (
-            f"training.validate_every={every}",
-            f"training.checkpoint_every={every}",
-            "training.validation_tokens=4K",
+def test_averages_are_exported_and_validations_leave_no_trace(train_run: TrainRun) -> None:
+    once, often = (
+        train_run(
+            *settings("schedule_free", 0, f"training.validate_every={every}", f"training.checkpoint_every={every}"),
+            "training.validation_tokens=4K", name=name,
         )
-        run(small_run, two_ranks, 1, 0, "schedule_free", *more, name=name)
-    assert curve(tmp_path / "often") == curve(tmp_path / "once")
+        for name, every in (("once", 100), ("often", 1))
+    )  # fmt: skip
+    assert curve(often) == curve(once)
     # the average of the iterates z, by the definition: y = (1 - beta) z + beta x
-    state = torch.load(
-        tmp_path / "once/checkpoints/step-00000006/deepspeed/mp_rank_00_model_states.pt", weights_only=False
-    )
-    trained, exported = state["module"], weights(tmp_path / "once")
+    file = once / "checkpoints/step-00000006/deepspeed/mp_rank_00_model_states.pt"
+    state = torch.load(file, weights_only=False)
+    trained, exported = state["module"], weights(once)
     names = [name for group in state["optimizer"]["param_groups"] for name in group["names"]]
     for index, name in enumerate(names):
         z = state["optimizer"]["state"][index]["z"]
         torch.testing.assert_close(0.1 * z + 0.9 * exported[name], trained[name], rtol=1e-5, atol=1e-6)
     assert any(not torch.equal(trained[name], exported[name]) for name in names)
-    summary = list(read_metrics(tmp_path / "once/metrics.jsonl"))[-1]
-    measured = evaluate(Evaluate(run=str(tmp_path / "once")))
+    summary = list(read_metrics(once / "metrics.jsonl"))[-1]
+    measured = evaluate(Evaluate(run=str(once)))
     assert measured["validation/local/loss"] == pytest.approx(summary["validation/local/loss"], rel=1e-5)

@@ -11,12 +11,12 @@ import depthlm
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.runs.records import read_metrics
-from depthlm.training import FAILED, train
+from depthlm.training import FAILED
 from depthlm.training.engine import build_engine
 from depthlm.training.plan import make_plan
 from depthlm.training.step import train_step
 
-from .run_files import assert_same, bad_batches, curve, manifest, weights
+from .run_files import Overrides, assert_same, bad_batches, curve, manifest, weights
 from .spoiled import train_spoiled
 from .synthetic import synthetic_tokens
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("fp16_on_the_cpu")
 
 
 @pytest.fixture
-def scaled_steps(small_run: Callable[..., list[str]]) -> Callable[..., Any]:
+def scaled_steps(small_run: Overrides) -> Callable[..., Any]:
     """Take one step per letter, g with a finite gradient, o with an overflow. Returns the loss scale before each step
     and at the end."""
 
@@ -48,8 +48,8 @@ def scaled_steps(small_run: Callable[..., list[str]]) -> Callable[..., Any]:
     return steps
 
 
-@pytest.mark.parametrize("stage", ["zero1", pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
-def test_the_scale_halves_on_overflows_and_doubles_after_its_window(
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_the_scale_halves_on_overflows_to_its_smallest_and_doubles_after_its_window(
     scaled_steps: Callable[..., list[float]], stage: str
 ) -> None:
     settings = ["precision.initial_scale_power=8", "precision.loss_scale_window=3", f"deepspeed={stage}"]
@@ -57,22 +57,17 @@ def test_the_scale_halves_on_overflows_and_doubles_after_its_window(
     # hysteresis ignores the first overflow, and the first one after the scale has doubled
     scales = scaled_steps("ooggggoo", "precision.hysteresis=2", *settings)
     assert scales == [256, 256, 128, 128, 128, 128, 256, 256, 128]
-
-
-def test_the_scale_does_not_go_below_its_smallest(scaled_steps: Callable[..., list[float]]) -> None:
-    settings = ["precision.initial_scale_power=2", "precision.min_loss_scale=2", "precision.hysteresis=1"]
-    assert scaled_steps("ooog", *settings, "deepspeed=zero1") == [4, 2, 2, 2, 2]
+    smallest = ["precision.initial_scale_power=2", "precision.min_loss_scale=2", "precision.hysteresis=1"]
+    assert scaled_steps("ooog", *smallest, f"deepspeed={stage}") == [4, 2, 2, 2, 2]
 
 
 FP16 = ("precision=fp16", "deepspeed=zero1", "precision.initial_scale_power=4", "precision.hysteresis=1",
         "training.max_steps=12", "training.checkpoint_every=5", "training.keep_last=9")  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "policy", ["rewind", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("skip", "stop"))]
-)
+@pytest.mark.parametrize("policy", ["rewind", pytest.param("stop", marks=pytest.mark.slow)])
 def test_an_overflow_lowers_the_scale_and_is_no_bad_batch_whatever_the_policy(
-    small_run: Callable[..., list[str]], tmp_path: Path, policy: str, capsys: pytest.CaptureFixture[str]
+    small_run: Overrides, tmp_path: Path, policy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = small_run(*FP16, f"training.on_nonfinite={policy}", "training.max_skipped=1")
     assert train_spoiled(overrides, {7: "gradient", 8: "gradient", 9: "gradient"}) == 0
@@ -87,7 +82,7 @@ def test_an_overflow_lowers_the_scale_and_is_no_bad_batch_whatever_the_policy(
 
 
 def test_an_overflow_at_the_smallest_scale_is_a_bad_gradient(
-    small_run: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+    small_run: Overrides, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = small_run(*FP16, "precision.min_loss_scale=8", "training.max_skipped=2")
     assert train_spoiled(overrides, dict.fromkeys(range(3, 13), "gradient")) == FAILED
@@ -98,12 +93,8 @@ def test_an_overflow_at_the_smallest_scale_is_a_bad_gradient(
     assert "precision.min_loss_scale=8" in output
 
 
-@pytest.mark.parametrize(
-    "stage", ["zero1", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("zero2", "zero3"))]
-)
-def test_a_run_in_fp16_resumes_and_rewinds_bit_for_bit(
-    small_run: Callable[..., list[str]], tmp_path: Path, stage: str
-) -> None:
+@pytest.mark.parametrize("stage", ["zero1", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_a_run_in_fp16_resumes_and_rewinds_bit_for_bit(small_run: Overrides, tmp_path: Path, stage: str) -> None:
     overrides = [*FP16, f"deepspeed={stage}", "precision.loss_scale_window=2", "training.on_nonfinite=rewind"]
     spoiled = {3: "gradient", 8: "loss"}
     assert train_spoiled(small_run(*overrides, name="straight"), spoiled) == 0
@@ -117,12 +108,3 @@ def test_a_run_in_fp16_resumes_and_rewinds_bit_for_bit(
     assert len(set(scales[0])) > 2
     assert manifest(run)["rewound"] == [[5, 8]]
     assert_same(weights(run), weights(straight))
-
-
-@pytest.mark.slow
-def test_a_run_in_fp16_learns(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
-    overrides = ["deepspeed=zero2", "precision=fp16", "precision.initial_scale_power=8"]
-    assert train(depthlm.compose(small_run(*overrides))) == 0
-    assert train(depthlm.compose(small_run(name="fp32"))) == 0
-    losses = [[row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("run", "fp32")]
-    assert losses[0] == pytest.approx(losses[1], rel=0.01)

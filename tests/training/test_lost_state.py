@@ -1,40 +1,37 @@
 """Weights or states of the optimizer that become non-finite never replace the last finite checkpoint."""
 
-import itertools
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 import depthlm
 from depthlm.errors import UserError
 from depthlm.training import FAILED, train
 from depthlm.training.nonfinite import BadBatches
 
-from ..two_ranks import TwoRanks, train_on_ranks
-from .run_files import assert_same, bad_batches, curve, manifest, states, weights
+from ..two_ranks import TwoRanks
+from .run_files import Overrides, TrainRun, assert_same, assert_same_run, bad_batches, manifest, states, weights
 from .spoiled import train_spoiled
 
-Overrides = Callable[..., list[str]]
 SETTINGS = ("training.checkpoint_every=5", "training.keep_last=1", "training.max_steps=13")
-SHARDED = ("zero1", "zero2", "zero3", "zero1 precision=bf16", "zero3_offload precision=bf16")
-# at a checkpoint, or between two of them, when the next loss shows it
+# what is damaged after which step, and the step that notices: a checkpoint, or, between two, that of the next loss
+FIRST = ("deepspeed=zero0", "weight", 7, 8)
 CASES = [
+    FIRST,
     ("deepspeed=zero0", "state", 10, 10),
-    ("deepspeed=zero0", "weight", 7, 8),
     *(
         pytest.param(kind, damaged, 10, 10, marks=pytest.mark.slow)
-        for kind in (*(f"deepspeed={kind}" for kind in SHARDED), "training.async_checkpoint=true")
-        for damaged in ("state", "weight")
+        for kind, damaged in (
+            ("deepspeed=zero1 precision=bf16 training.async_checkpoint=true", "state"), ("deepspeed=zero2", "weight"),
+            ("deepspeed=zero3", "state"), ("deepspeed=zero3_offload precision=bf16", "weight"),
+        )
     ),
-]
+]  # fmt: skip
 REWOUND = [
-    CASES[1],
-    *(
-        pytest.param(f"deepspeed={kind}", damaged, 10, 10, marks=pytest.mark.slow)
-        for kind, damaged in zip(SHARDED, itertools.cycle(["state", "weight"]), strict=False)
-    ),
+    FIRST,
+    pytest.param("deepspeed=zero1 precision=bf16", "weight", 10, 10, marks=pytest.mark.slow),
+    pytest.param("deepspeed=zero3", "state", 10, 10, marks=pytest.mark.slow),
 ]
 
 
@@ -44,9 +41,10 @@ def saved_steps(directory: Path) -> list[int]:
 
 @pytest.mark.parametrize(("kind", "damaged", "step", "noticed"), CASES)
 def test_a_state_that_is_not_finite_ends_the_run_and_the_last_finite_checkpoint_resumes_it(
+    train_run: TrainRun,
     small_run: Overrides,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Any,
     kind: str,
     damaged: str,
     step: int,
@@ -54,17 +52,14 @@ def test_a_state_that_is_not_finite_ends_the_run_and_the_last_finite_checkpoint_
 ) -> None:
     overrides = (*SETTINGS, *kind.split())
     assert train_spoiled(small_run(*overrides), {step: damaged}) == FAILED
-    run, output = tmp_path / "run", capsys.readouterr().out
+    output = capsys.readouterr().out
     name = {"state": "exp_avg of ", "weight": ""}[damaged]
     assert f"step {noticed} ends the run: {name}" in output
     assert "weight is not finite; its batch is" in output
-    assert saved_steps(run) == [5]
-    assert not (run / "summary.json").exists()
-    assert train(depthlm.compose(small_run(*overrides))) == 0
-    assert train(depthlm.compose(small_run(*overrides, name="straight"))) == 0
-    assert curve(run) == curve(tmp_path / "straight")
-    assert_same(weights(run), weights(tmp_path / "straight"))
-    assert_same(states(run), states(tmp_path / "straight"))
+    assert saved_steps(tmp_path / "run") == [5]
+    assert not (tmp_path / "run/summary.json").exists()
+    run = train_run(*overrides)
+    assert_same_run(run, train_run(*overrides, name="straight"))
     assert bad_batches(run) == []
 
 
@@ -96,16 +91,6 @@ def test_without_a_finite_checkpoint_there_is_no_rewind(
     assert manifest(tmp_path / "run")["rewound"] == [[5, 8]]
 
 
-def test_too_many_rewinds_of_a_state_end_the_run(
-    small_run: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    overrides = small_run(*SETTINGS, "training.on_nonfinite=rewind", "training.max_skipped=1")
-    assert train_spoiled(overrides, {10: "weight", 11: "weight"}) == FAILED
-    assert "2 bad batches in a row, the last at step 12: final_norm.weight is not finite" in capsys.readouterr().out
-    assert saved_steps(tmp_path / "run") == [10]
-    assert all(torch.isfinite(tensor).all() for tensor in weights(tmp_path / "run").values())
-
-
 def test_the_last_step_of_a_run_is_complete_only_with_finite_weights(small_run: Overrides, tmp_path: Path) -> None:
     assert train_spoiled(small_run(*SETTINGS), {13: "weight"}) == FAILED
     assert not (tmp_path / "run/summary.json").exists()
@@ -114,12 +99,11 @@ def test_the_last_step_of_a_run_is_complete_only_with_finite_weights(small_run: 
 
 @pytest.mark.slow
 def test_what_pads_a_partition_of_zero_3_may_have_any_value(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
+    two_ranks: TwoRanks, train_run: TrainRun, small_run: Overrides, tmp_path: Path
 ) -> None:
     overrides = (*SETTINGS, "deepspeed=zero3", "model=mhc")
     assert two_ranks(train_spoiled, small_run(*overrides), {3: "padding"}, (1,)) == [0, 0]
-    assert two_ranks(train_on_ranks, small_run(*overrides, name="plain")) == [0, 0]
-    assert_same(weights(tmp_path / "run"), weights(tmp_path / "plain"))
+    assert_same(weights(tmp_path / "run"), weights(train_run(*overrides, ranks=2, name="plain")))
 
 
 def test_a_checkpoint_that_is_not_finite_is_refused(

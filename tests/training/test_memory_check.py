@@ -18,7 +18,7 @@ EIGHT = Ranks(0, 0, 8, 8, "torchrun")
 
 
 def small(*overrides: str) -> Config:
-    settings = ["size=micro", "size.num_layers=3", "training.batch_size=64", "precision=bf16", *overrides]
+    settings = ["size=micro", "size.num_layers=2", "training.batch_size=16", "precision=bf16", *overrides]
     return compose_anywhere(settings)
 
 
@@ -30,12 +30,12 @@ def fitting(error: pytest.ExceptionInfo[UserError]) -> list[list[str]]:
 
 def test_suggested_settings_fit_and_include_the_largest_micro_batch():
     estimator = MemoryEstimator(small(), "cuda")
-    available = int(estimator.estimate(0, 1, 16, 4).total) + 1
+    available = int(estimator.estimate(0, 1, 4, 4).total) + 1
     with pytest.raises(
         UserError, match=r"does not fit in memory: .* GiB estimated, .* GiB is what each GPU has"
     ) as error:
         check_memory(small(), SINGLE_RANK, GPU, available)
-    assert ["training.micro_batch_size=16"] in fitting(error)
+    assert ["training.micro_batch_size=4"] in fitting(error)
     assert any("training.activation_checkpointing=true" in overrides for overrides in fitting(error))
     assert "memory=ignore" in str(error.value)
     for overrides in fitting(error):
@@ -46,14 +46,14 @@ def test_suggested_settings_fit_and_include_the_largest_micro_batch():
 
 def test_on_several_ranks_zero_stages_that_fit_are_suggested():
     config = small("size.hidden_size=512", "training.sequence_length=16")
-    available = int(MemoryEstimator(config, "cuda").estimate(0, 8, 8).total * 0.8)
+    available = int(MemoryEstimator(config, "cuda").estimate(0, 8, 2).total * 0.8)
     with pytest.raises(UserError) as error:
         check_memory(config, EIGHT, GPU, available)
     stages = [overrides for overrides in fitting(error) if overrides[0].startswith("deepspeed=")]
     assert stages
     for overrides in stages:
         again = compose_anywhere(
-            ["size=micro", "size.num_layers=3", "training.batch_size=64", "precision=bf16", "size.hidden_size=512",
+            ["size=micro", "size.num_layers=2", "training.batch_size=16", "precision=bf16", "size.hidden_size=512",
              "training.sequence_length=16", *overrides])  # fmt: skip
         assert check_memory(again, EIGHT, GPU, available) is not None
 
@@ -69,7 +69,7 @@ def test_ignore_starts_the_run_with_a_warning(caplog):
 
 
 def test_on_a_gpu_there_is_a_warning_above_80_percent(caplog):
-    total = MemoryEstimator(small(), "cuda").estimate(0, 1, 64).total
+    total = MemoryEstimator(small(), "cuda").estimate(0, 1, 16).total
     check_memory(small(), SINGLE_RANK, GPU, int(total / 0.79))
     assert "in memory" not in caplog.text
     check_memory(small(), SINGLE_RANK, GPU, int(total / 0.81))

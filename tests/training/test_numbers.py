@@ -17,25 +17,18 @@ from depthlm.training.engine.sharding import PLAIN_LINEAR, deepspeed_settings
 from depthlm.training.plan import learning_rate, make_plan
 from depthlm.training.step import train_step
 
-from .synthetic import losses, synthetic_tokens
+from .run_files import Overrides
+from .synthetic import built, losses, synthetic_tokens
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_accumulation_equals_one_large_batch(small_run: Callable[..., list[str]], precision: str) -> None:
-    at_once = losses(small_run(f"precision={precision}"), 5)
-    split = losses(small_run(f"precision={precision}", "training.micro_batch_size=1"), 5)
-    torch.testing.assert_close(at_once, split, rtol=1e-5 if precision == "fp32" else 3e-3, atol=0)
+def test_accumulation_equals_one_large_batch_in_bf16(small_run: Overrides) -> None:
+    at_once, split = (losses(small_run("precision=bf16", f"training.micro_batch_size={size}"), 5) for size in (4, 1))
+    torch.testing.assert_close(at_once, split, rtol=3e-3, atol=0)
 
 
-QUICK_UPDATES = [
-    ("zero0", "bf16", 1e-4), ("zero1", "bf16", 1e-3), ("zero2", "fp16", 1e-4), ("zero3", "fp32", 1e-6),
-    ("zero3_offload", "bf16", 1e-3),
-]  # fmt: skip
-OTHER_UPDATES = [
-    ("zero0", "fp32", 1e-6), ("zero1", "fp32", 1e-6), ("zero2", "fp32", 1e-6), ("zero2", "bf16", 1e-3),
-    ("zero3", "bf16", 1e-3), ("zero1", "fp16", 1e-4), ("zero3", "fp16", 1e-4), ("zero3_offload", "fp32", 1e-6),
-    ("zero3_offload", "fp16", 1e-4),
-]  # fmt: skip
+# every stage, and every precision
+QUICK_UPDATES = [("zero0", "bf16", 1e-4), ("zero2", "fp16", 1e-4), ("zero3", "fp32", 1e-6)]
+OTHER_UPDATES = [("zero0", "fp32", 1e-6), ("zero1", "bf16", 1e-3), ("zero3_offload", "bf16", 1e-3)]
 
 
 @pytest.mark.parametrize(
@@ -43,9 +36,7 @@ OTHER_UPDATES = [
     [*QUICK_UPDATES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_UPDATES)],
 )
 @pytest.mark.usefixtures("fp16_on_the_cpu")
-def test_updates_equal_plain_pytorch(
-    small_run: Callable[..., list[str]], sharding: str, precision: str, rtol: float
-) -> None:
+def test_updates_equal_plain_pytorch(small_run: Overrides, sharding: str, precision: str, rtol: float) -> None:
     overrides = small_run(
         f"deepspeed={sharding}", f"precision={precision}", "schedule=constant",
         "optimizer.groups.embedding.weight_decay=0", "optimizer.groups.head.weight_decay=0.3",
@@ -84,31 +75,14 @@ def test_updates_equal_plain_pytorch(
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=0)
 
 
-def test_z_loss_lowers_the_normaliser(small_run: Callable[..., list[str]]) -> None:
-    def normaliser(z_loss: float) -> float:
-        config = depthlm.compose(small_run())
-        engine = build_engine(config, make_plan(config, ranks()), model := depthlm.build_model(config))
-        start_distributed(ranks())
-        tokens = synthetic_tokens(config, 1)
-        for _ in range(10):
-            train_step(engine, tokens, make_plan(config, ranks()), z_loss)
-        return model(tokens[0, :, :-1], tokens[0, :, 1:]).z.item()
-
-    start_distributed(ranks())
-    assert normaliser(0.1) < normaliser(0.0)
-
-
-def test_an_ignored_sequence_gives_no_gradient_and_a_loss_of_0(small_run: Callable[..., list[str]]) -> None:
-    config = depthlm.compose(small_run("schedule=constant"))
-    start_distributed(ranks())
-    plan = make_plan(config, ranks())
+def test_an_ignored_sequence_gives_no_gradient_and_a_loss_of_0(small_run: Overrides) -> None:
+    config, plan, engine = built(small_run("schedule=constant"))
     (tokens,) = synthetic_tokens(config, 1)
     tokens[1] = ~tokens[1]
     model = depthlm.build_model(config)
     others = torch.cat((tokens[:1], tokens[2:]))
     expected = model(others[:, :-1], others[:, 1:]).nll
     norm = torch.stack([g.norm() for g in torch.autograd.grad(expected, list(model.parameters()))]).norm()
-    engine = build_engine(config, plan, depthlm.build_model(config))
     batch = tokens.view(plan.accumulation, plan.micro_batch_size, -1)
     assert train_step(engine, batch, plan, 0.0) == pytest.approx(expected.item(), rel=1e-6)
     assert engine.grad_norm() == pytest.approx(norm.item() / plan.tokens_per_step, rel=1e-4)
@@ -129,30 +103,19 @@ def spoil(engine: Any, **added: float) -> Callable[[], None]:
     "kind",
     [
         ["deepspeed=zero0"],
-        ["deepspeed=zero1", "precision=bf16"],
-        ["deepspeed=zero2"],
         ["deepspeed=zero3", "precision=bf16"],
-        *(
-            pytest.param(kind.split(), marks=pytest.mark.slow)
-            for kind in (
-                "deepspeed=zero0 precision=bf16", "deepspeed=zero1", "deepspeed=zero2 precision=bf16",
-                "deepspeed=zero3", "deepspeed=zero3_offload", "deepspeed=zero3_offload precision=bf16",
-                "optimizer=muon",
-            )
-        ),
+        pytest.param(["deepspeed=zero1", "precision=bf16"], marks=pytest.mark.slow),
+        pytest.param(["deepspeed=zero2"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
-)  # fmt: skip
-def test_a_non_finite_loss_or_gradient_never_reaches_the_weights(
-    small_run: Callable[..., list[str]], kind: list[str]
-) -> None:
-    config = depthlm.compose(small_run(*kind, "training.micro_batch_size=2"))
-    start_distributed(ranks())
-    plan = make_plan(config, ranks())
+)
+def test_a_non_finite_loss_or_gradient_never_reaches_the_weights(small_run: Overrides, kind: list[str]) -> None:
+    overrides = small_run(*kind, "training.micro_batch_size=2")
+    config, plan, _ = built(overrides)
     batch = synthetic_tokens(config, 1).view(2, 2, -1)
 
     def start() -> Any:
-        engine = build_engine(config, plan, depthlm.build_model(config))
+        engine = built(overrides)[2]
         train_step(engine, batch, plan, 0.1)
         return engine
 
@@ -186,23 +149,18 @@ def test_a_non_finite_loss_or_gradient_never_reaches_the_weights(
     assert any(not torch.equal(before[name], expected[name]) for name in expected)
 
 
-def test_without_z_loss_the_normaliser_may_be_infinite(small_run: Callable[..., list[str]]) -> None:
-    config = depthlm.compose(small_run())
-    start_distributed(ranks())
-    plan = make_plan(config, ranks())
-    engine = build_engine(config, plan, depthlm.build_model(config))
+def test_without_z_loss_the_normaliser_may_be_infinite(small_run: Overrides) -> None:
+    config, plan, engine = built(small_run())
     spoil(engine, z=float("inf"))
     train_step(engine, synthetic_tokens(config, 1), plan, 0.0)
     assert engine.step_applied()
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 3])
-def test_the_gradient_norm_is_reported_and_clipped(small_run: Callable[..., list[str]], stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_gradient_norm_is_reported_and_clipped(small_run: Overrides, stage: int) -> None:
     def norms(clipping: float) -> list[float]:
-        config = depthlm.compose(small_run(f"deepspeed=zero{stage}", f"training.gradient_clipping={clipping}"))
-        start_distributed(ranks())
-        plan = make_plan(config, ranks())
-        engine = build_engine(config, plan, depthlm.build_model(config))
+        overrides = small_run(f"deepspeed=zero{stage}", f"training.gradient_clipping={clipping}")
+        config, plan, engine = built(overrides)
         measured: list[Any] = []
         for tokens in synthetic_tokens(config, 2):
             train_step(engine, tokens[None], plan, 0.0)
@@ -215,7 +173,7 @@ def test_the_gradient_norm_is_reported_and_clipped(small_run: Callable[..., list
     assert free[1] != pytest.approx(clipped[1], rel=1e-5)
 
 
-def test_muon_equals_torchs_muon_combined_with_its_adamw(small_run: Callable[..., list[str]]) -> None:
+def test_muon_equals_torchs_muon_combined_with_its_adamw(small_run: Overrides) -> None:
     overrides = small_run("optimizer=muon", "schedule=constant", "training.gradient_clipping=0")
     config = depthlm.compose(overrides)
     model = depthlm.build_model(config)
@@ -240,14 +198,9 @@ def test_muon_equals_torchs_muon_combined_with_its_adamw(small_run: Callable[...
     torch.testing.assert_close(losses(overrides, 4), expected, rtol=1e-5, atol=0)
 
 
-def test_the_memory_estimate_counts_the_gradients_of_bf16_at_stage_1(
-    small_run: Callable[..., list[str]],
-) -> None:
-    start_distributed(ranks())
-    config = depthlm.compose(small_run("deepspeed=zero1", "precision=bf16"))
-    model = depthlm.build_model(config)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    engine = build_engine(config, make_plan(config, ranks()), model)
+def test_the_memory_estimate_counts_the_gradients_of_bf16_at_stage_1(small_run: Overrides) -> None:
+    config, _, engine = built(small_run("deepspeed=zero1", "precision=bf16"))
+    count = sum(parameter.numel() for parameter in engine.model.parameters())
     in_fp32 = sum(flat.numel() * flat.element_size() for flat in engine.deepspeed.optimizer.fp32_groups_gradients_flat)
     # flat groups are slightly padded
     assert MemoryEstimator(config, "cpu").states(1, 1).gradients == pytest.approx(2 * count + in_fp32, rel=0.01)
@@ -258,12 +211,12 @@ def test_the_memory_estimate_counts_the_gradients_of_bf16_at_stage_1(
     [
         ["model=dca", "backbone.tie_embeddings=true", "training.activation_checkpointing=true"],
         pytest.param(["model=moda", "model.loops=2", "training.activation_checkpointing=true"], marks=pytest.mark.slow),
-        pytest.param(["model=attention_residuals"], marks=pytest.mark.slow),
+        pytest.param(["model=mhc", "model.connection.collapse=learned"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
 def test_zero_3_with_every_weight_sharded_gives_the_same_curve(
-    small_run: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, kind: list[str]
+    small_run: Overrides, monkeypatch: pytest.MonkeyPatch, kind: list[str]
 ) -> None:
     def sharded(*arguments: Any) -> dict[str, Any]:
         settings = deepspeed_settings(*arguments)
@@ -296,7 +249,7 @@ def test_zero_3_with_every_weight_sharded_gives_the_same_curve(
     torch.testing.assert_close(curve(3), curve(0), rtol=1e-5, atol=0)
 
 
-def test_a_run_after_zero_3_uses_torchs_own_linear(small_run: Callable[..., list[str]]) -> None:
+def test_a_run_after_zero_3_uses_torchs_own_linear(small_run: Overrides) -> None:
     losses(small_run("deepspeed=zero3"), 1)
     assert torch.nn.functional.linear is not PLAIN_LINEAR
     losses(small_run(), 1)

@@ -18,9 +18,7 @@ from depthlm.runs.checkpoints import read_manifest
 from depthlm.training import train, trainer
 
 from ..forks import Forks
-from .run_files import curve
-
-Overrides = Callable[..., list[str]]
+from .run_files import Overrides, TrainRun, curve
 
 
 @pytest.fixture
@@ -86,12 +84,7 @@ class ReadOnly:
 
 @pytest.mark.parametrize(("until", "code"), [(5, 0), (9, 1)])
 def test_a_file_system_that_becomes_read_only_costs_only_the_checkpoints_of_that_time(
-    trained: Callable[..., Path],
-    small_run: Overrides,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    until: int,
-    code: int,
+    trained: TrainRun, small_run: Overrides, tmp_path: Path, monkeypatch: Any, until: int, code: int
 ) -> None:
     overrides = small_run("training.max_steps=8", "training.checkpoint_every=2", "training.keep_last=9")
     run, step, calls = RunDirectory(tmp_path / "run"), trainer.train_step, []

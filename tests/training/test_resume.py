@@ -3,16 +3,14 @@
 import errno
 import fcntl
 import itertools
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import depthlm
 from depthlm.config.saved import signed_config_text
@@ -27,203 +25,156 @@ from depthlm.runs.records import read_metrics
 from depthlm.training import run, train
 from depthlm.training.monitoring import metrics
 
-from .run_files import assert_same, curve, manifest, states, weights
+from .run_files import Overrides, TrainRun, assert_same_run, curve, manifest, states, weights
 from .spoiled import train_spoiled
 
 
 @pytest.mark.parametrize(
     "kind",
     [
-        ["precision=bf16", "deepspeed=zero3", "model=dca", "optimizer.groups.mechanism.lr_scale=0.5"],
-        pytest.param(["precision=fp32", "optimizer=muon", "backbone=qwen3_moe"], marks=pytest.mark.slow),
-        pytest.param(["precision=fp32"], marks=pytest.mark.slow),
-        pytest.param(["precision=bf16"], marks=pytest.mark.slow),
-        pytest.param(["precision=bf16", "deepspeed=zero1"], marks=pytest.mark.slow),
+        "precision=bf16 deepspeed=zero3 model=dca model.loops=2 optimizer.groups.mechanism.lr_scale=0.5",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("precision=fp32 optimizer=muon backbone=qwen3_moe", "precision=fp32 deepspeed=zero1")
+        ),
     ],
-    ids=" ".join,
 )
-def test_straight_equals_resumed_bit_for_bit(
-    small_run: Callable[..., list[str]], tmp_path: Path, kind: list[str]
-) -> None:
-    overrides = [*kind, "training.max_steps=6"]
-    assert train(depthlm.compose(small_run(*overrides, name="straight"))) == 0
-    assert train(depthlm.compose(small_run(*overrides, "training.stop_after=3", name="resumed"))) == 0
-    assert len(curve(tmp_path / "resumed")) == 3
-    assert train(depthlm.compose(small_run(*overrides, name="resumed"))) == 0
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    assert curve(straight) == curve(resumed)
-    assert len(curve(straight)) == 6
-    assert_same(weights(straight), weights(resumed))
-    state = states(straight)
-    assert_same(state, states(resumed))
-    moments = [name for name, value in state.items() if "optim" in name and torch.as_tensor(value).numel() > 1]
+def test_straight_equals_resumed_bit_for_bit(train_run: TrainRun, kind: str) -> None:
+    overrides = [*kind.split(), "training.max_steps=6"]
+    straight = train_run(*overrides, name="straight")
+    for steps in (3, 6):
+        resumed = train_run(*overrides, f"training.stop_after={steps}", name="resumed")
+        assert len(curve(resumed)) == steps
+    assert_same_run(straight, resumed)
+    moments = [
+        name for name, value in states(straight).items() if "optim" in name and torch.as_tensor(value).numel() > 1
+    ]
     assert len(moments) >= 2
 
 
-def test_the_mean_loss_of_an_interval_does_not_depend_on_where_a_run_stops(
-    small_run: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_the_mean_loss_of_an_interval_does_not_depend_on_where_a_run_stops(train_run: TrainRun) -> None:
     overrides = ["training.max_steps=10", "training.log_every=4"]
-    assert train(depthlm.compose(small_run(*overrides, name="straight"))) == 0
-    for stop in (2, 3, 6, 10):
-        assert train(depthlm.compose(small_run(*overrides, f"training.stop_after={stop}", name="resumed"))) == 0
-    straight, resumed = curve(tmp_path / "straight"), curve(tmp_path / "resumed")
+    straight = curve(train_run(*overrides, name="straight"))
+    for stop in (2, 6, 10):
+        resumed = curve(train_run(*overrides, f"training.stop_after={stop}", name="resumed"))
     assert [row[0] for row in straight] == [1, 4, 8, 10]
-    assert [row[0] for row in resumed] == [1, 2, 3, 4, 6, 8, 10]
+    assert [row[0] for row in resumed] == [1, 2, 4, 6, 8, 10]
     assert [row for row in resumed if row[0] in (1, 4, 8, 10)] == straight
 
 
-def test_repeating_a_complete_run_changes_nothing(
-    trained: Callable[..., Path],
-    small_run: Callable[..., list[str]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_repeating_a_complete_run_changes_nothing_and_trains_only_what_is_missing(
+    trained: TrainRun, train_run: TrainRun, small_run: Overrides, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trained("training.max_steps=2")
-    overrides = small_run("training.max_steps=2")
-    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
+    run = trained("training.max_steps=2")
+    before = {file: file.stat().st_mtime_ns for file in run.parent.rglob("*")}
     capsys.readouterr()
-    assert train(depthlm.compose(overrides)) == 0
+    train_run("training.max_steps=2")
     printed = capsys.readouterr().out
     assert "This run is complete" in printed
     assert printed.endswith(
-        f'Next:\n  python -m depthlm generate run={tmp_path}/run prompt="The"\n'
-        f"  python -m depthlm inspect run={tmp_path}/run\n"
-        f"  python -m depthlm runs --compare {tmp_path}/run <another run>\n"
+        f'Next:\n  python -m depthlm generate run={run} prompt="The"\n'
+        f"  python -m depthlm inspect run={run}\n"
+        f"  python -m depthlm runs --compare {run} <another run>\n"
     )
-    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
+    assert {file: file.stat().st_mtime_ns for file in run.parent.rglob("*")} == before
+    summary = read_json(run / "summary.json")
+    (run / "summary.json").write_text("{")
+    with pytest.raises(UserError, match=r"summary\.json cannot be read .*; delete it"):
+        train(depthlm.compose(small_run("training.max_steps=2")))
+    (run / "summary.json").unlink()
+    (run / "metrics.jsonl").unlink()
+    train_run("training.max_steps=2")
+    assert read_json(run / "summary.json")["validation_loss"] == summary["validation_loss"]
 
 
-def test_another_configuration_in_the_run_directory_is_refused_with_the_differences(
-    trained: Callable[..., Path], small_run: Callable[..., list[str]]
+def test_a_configuration_that_differs_or_cannot_be_read_is_refused_and_by_resume_never_any(
+    trained: TrainRun, small_run: Overrides
 ) -> None:
-    trained("training.stop_after=1")
+    run = trained("training.stop_after=1")
     with pytest.raises(UserError) as caught:
         train(depthlm.compose(small_run("optimizer.lr=0.5", "seed=9", "training.log_every=7")))
     text = str(caught.value)
     assert "optimizer.lr: the run has 0.00" in text
     assert "seed: the run has 1, this command gives 9" in text
     assert "log_every" not in text
-
-
-def test_resume_never_refuses_a_directory_that_holds_a_run(
-    trained: Callable[..., Path], small_run: Callable[..., list[str]]
-) -> None:
-    trained("training.stop_after=1")
     with pytest.raises(UserError, match="output_dir="):
         train(depthlm.compose(small_run("resume=never")))
+    for broken in ("", "seed: [1", None):
+        (run / "config.yaml").unlink()
+        if broken is not None:
+            (run / "config.yaml").write_text(broken)
+        with pytest.raises(UserError, match=r"config\.yaml cannot be read"):
+            train(depthlm.compose(small_run()))
 
 
-def test_rows_after_the_checkpoint_and_truncated_rows_are_removed(
-    small_run: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    assert train(depthlm.compose(small_run("training.stop_after=4"))) == 0
-    file = tmp_path / "run" / "metrics.jsonl"
-    rows = curve(tmp_path / "run")
-    with file.open("a") as stream:
-        stream.write(json.dumps({"step": 5, "loss": 0}) + '\n{"step": 6, "lo')
-    assert train(depthlm.compose(small_run("training.stop_after=6"))) == 0
-    assert curve(tmp_path / "run")[:4] == rows
-    assert [row[0] for row in curve(tmp_path / "run")] == list(range(1, 7))
-
-
-def test_a_row_with_a_validation_has_the_training_time_so_far_over_all_starts(
-    small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_rows_of_a_killed_run_and_the_training_time_in_them_are_those_of_an_undisturbed_one(
+    train_run: TrainRun, small_run: Overrides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = ["training.max_steps=8", "training.validate_every=2", "training.checkpoint_every=4"]
-    for name, killed in (("straight", None), ("run", 7)):
+    runs = []
+    for name, killed in (("straight", None), ("killed", 7)):
         # a clock that ticks when it is read, so that every step takes equally long
         monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=itertools.count(0.0).__next__))
         train_spoiled(small_run(*overrides, name=name), {}, killed_at=killed)
-        assert train(depthlm.compose(small_run(*overrides, name=name))) == 0
-    rows, rows_of_killed = (list(read_metrics(tmp_path / name / "metrics.jsonl")) for name in ("straight", "run"))
-    times = {row["step"]: row["wall_seconds"] for row in rows if "validation/local/loss" in row}
+        runs.append(train_run(*overrides, name=name))
+    straight, killed_run = runs
+    assert curve(killed_run) == curve(straight)
+    # the two lost steps are in the time as often as in the rows
+    of_killed, times = (
+        {row["step"]: row["wall_seconds"] for row in read_metrics(run / "metrics.jsonl") if "wall_seconds" in row}
+        for run in (killed_run, straight)
+    )
+    assert of_killed == times
     assert list(times) == [2, 4, 6, 8]
     assert 0 < times[2] < times[4] < times[6] < times[8]
-    assert times[4] == manifest(tmp_path / "straight", 4)["wall_seconds"]
-    assert times[8] == read_json(tmp_path / "straight/summary.json")["wall_seconds"]
-    # the two lost steps are in the time as often as in the rows
-    assert {row["step"]: row["wall_seconds"] for row in rows_of_killed if "wall_seconds" in row} == times
-
-
-def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
-    small_run: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(depthlm.compose(small_run("training.checkpoint_every=2", "training.stop_after=4"))) == 0
-    file = tmp_path / "run/checkpoints/step-00000004/model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    assert train(depthlm.compose(small_run("training.stop_after=5"))) == 0
-    output = capsys.readouterr().out
-    assert "model.safetensors is not what was saved" in output
-    assert "2 steps done" in output
+    assert times[4] == manifest(straight, 4)["wall_seconds"]
+    assert times[8] == read_json(straight / "summary.json")["wall_seconds"]
 
 
 def test_a_validation_missed_because_of_a_kill_is_run_on_resuming(
-    trained: Callable[..., Path],
-    small_run: Callable[..., list[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    trained: TrainRun, train_run: TrainRun, small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(*_: object) -> float:
-        raise KeyboardInterrupt
-
-    overrides = small_run("training.max_steps=2")
     with monkeypatch.context() as patch:
-        patch.setattr("depthlm.training.validation.total_loss", killed)
+        patch.setattr("depthlm.training.validation.total_loss", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            train(depthlm.compose(overrides))
+            train(depthlm.compose(small_run("training.max_steps=2")))
     assert not (tmp_path / "run/summary.json").exists()
-    assert train(depthlm.compose(overrides)) == 0
-    trained("training.max_steps=2", name="undisturbed")
-    losses = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "undisturbed")]
-    assert losses[0]["validation_loss"] == losses[1]["validation_loss"]
+    runs = (train_run("training.max_steps=2"), trained("training.max_steps=2", name="undisturbed"))
+    resumed, undisturbed = (read_json(run / "summary.json")["validation_loss"] for run in runs)
+    assert resumed == undisturbed
 
 
-def test_a_run_does_not_resume_on_other_tokens(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    for number in range(30):
-        (source / f"{number}.txt").write_text(f"number {number} " * 30)
-    overrides = small_run(f"data.source={source}", f"data.path={tmp_path}/mine", "training.checkpoint_every=2")
-    assert train(depthlm.compose([*overrides, "training.stop_after=2"])) == 0
-    shutil.rmtree(tmp_path / "mine")
-    for number in range(30):
-        (source / f"{number}.txt").write_text(f"another {number} " * 30)
+def test_a_run_does_not_resume_on_other_tokens(train_run: TrainRun, small_run: Overrides, tmp_path: Path) -> None:
+    overrides = (f"data.source={tmp_path}/source", f"data.path={tmp_path}/mine", "training.checkpoint_every=2")
+    (tmp_path / "source").mkdir()
+    for text in ("number", "another"):
+        for number in range(30):
+            (tmp_path / f"source/{number}.txt").write_text(f"{text} {number} " * 30)
+        if text == "number":
+            train_run(*overrides, "training.stop_after=2")
+            shutil.rmtree(tmp_path / "mine")
     with pytest.raises(UserError, match="trained on other tokens"):
-        train(depthlm.compose(overrides))
+        train(depthlm.compose(small_run(*overrides)))
 
 
 @pytest.mark.parametrize(
-    ("before", "now"),
-    [(0, 1), (3, 2), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((1, 0), (1, 3), (3, 0)))],
+    ("before", "refused"),
+    [(0, (1, 3)), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, (0, 3)), (3, (0, 2))))],
 )
-def test_resuming_at_an_incompatible_stage_is_refused_but_its_weights_can_be_used(
-    small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, now: int
+def test_resuming_at_an_incompatible_stage_is_refused_but_the_weights_can_be_used(
+    train_run: TrainRun, small_run: Overrides, monkeypatch: pytest.MonkeyPatch, before: int, refused: tuple[int, ...]
 ) -> None:
-    assert train(depthlm.compose(small_run(f"deepspeed=zero{before}", "training.stop_after=1"))) == 0
-    with monkeypatch.context() as patch:
-        patch.setattr("depthlm.training.setup.build_model", lambda *_, **__: pytest.fail("something was built"))
-        with pytest.raises(UserError, match=f"ZeRO {before}, .* to ZeRO {now}; .*init_from={tmp_path}/run"):
-            train(depthlm.compose(small_run(f"deepspeed=zero{now}")))
-    with_weights = small_run(f"deepspeed=zero{now}", "training.max_steps=1", f"init_from={tmp_path}/run", name="next")
-    assert train(depthlm.compose(with_weights)) == 0
-
-
-def test_a_looped_decoder_resumes_and_loads(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
-    looped = ["model=dca", "model.loops=2", "training.max_steps=4", "training.checkpoint_every=2"]
-    assert train(depthlm.compose(small_run(*looped, name="straight"))) == 0
-    assert train(depthlm.compose(small_run(*looped, "training.stop_after=2", name="resumed"))) == 0
-    assert train(depthlm.compose(small_run(*looped, name="resumed"))) == 0
-    assert curve(tmp_path / "straight") == curve(tmp_path / "resumed")
-    model, config = depthlm.load(tmp_path / "resumed")
-    assert (model.loops, config.model.loops) == (2, 2)
-    assert len(model.connections) == 2 * 2 * config.size.num_layers + 1
+    run = train_run(f"deepspeed=zero{before}", "training.stop_after=1")
+    for now in refused:
+        with monkeypatch.context() as patch:
+            patch.setattr("depthlm.training.setup.build_model", lambda *_, **__: pytest.fail("something was built"))
+            with pytest.raises(UserError, match=f"ZeRO {before}, .* to ZeRO {now}; .*init_from={run}"):
+                train(depthlm.compose(small_run(f"deepspeed=zero{now}")))
+    train_run(f"deepspeed=zero{now}", "training.max_steps=1", f"init_from={run}", name="next")
 
 
 def test_two_processes_cannot_train_in_one_directory(
-    small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train_run: TrainRun, small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("depthlm.runs.directory.LOCK_SECONDS", 0.1)
     (tmp_path / "run").mkdir()
@@ -231,35 +182,32 @@ def test_two_processes_cannot_train_in_one_directory(
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another process trains in it"):
             train(depthlm.compose(small_run("training.max_steps=1")))
-    assert train(depthlm.compose(small_run("training.max_steps=1"))) == 0
+    train_run("training.max_steps=1")
 
 
 def test_a_run_resumes_from_what_another_process_saved_while_it_waited_for_the_lock(
-    small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overrides = small_run("training.max_steps=4", "training.checkpoint_every=2")
+    overrides = ("training.max_steps=4", "training.checkpoint_every=2")
     lock = run.lock_run_directory
 
     def late(directory: Path) -> Any:
         # the other process saves and ends while this one waits
         monkeypatch.setattr(run, "lock_run_directory", lock)
-        assert train(depthlm.compose([*overrides, "training.stop_after=3"])) == 0
+        train_run(*overrides, "training.stop_after=3")
         return lock(directory)
 
     monkeypatch.setattr(run, "lock_run_directory", late)
-    assert train(depthlm.compose(overrides)) == 0
-    assert "resumed from" in (tmp_path / "run/train.log").read_text()
-    assert [row[0] for row in curve(tmp_path / "run")] == [1, 2, 3, 4]
+    resumed = train_run(*overrides)
+    assert "resumed from" in (resumed / "train.log").read_text()
+    assert [row[0] for row in curve(resumed)] == [1, 2, 3, 4]
 
 
 def test_a_file_system_without_locks_is_logged_and_used(
-    small_run: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    train_run: TrainRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def flock(*_: Any) -> None:
-        raise OSError(errno.ENOTSUP, "Operation not supported")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    assert train(depthlm.compose(small_run("training.max_steps=1"))) == 0
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOTSUP, "Operation not supported")))
+    train_run("training.max_steps=1")
     assert "cannot be locked" in capsys.readouterr().out
 
 
@@ -279,92 +227,45 @@ def test_a_run_directory_that_ranks_do_not_share_is_refused(tmp_path: Path, monk
     run_directory.check_shared(tmp_path / "shared", 3, marks[1])
 
 
-def test_a_summary_that_cannot_be_read_is_reported(
-    trained: Callable[..., Path], small_run: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    trained("training.max_steps=1")
-    overrides = small_run("training.max_steps=1")
-    (tmp_path / "run/summary.json").write_text("{")
-    with pytest.raises(UserError, match=r"summary\.json cannot be read .*; delete it"):
-        train(depthlm.compose(overrides))
-    (tmp_path / "run/summary.json").unlink()
-    assert train(depthlm.compose(overrides)) == 0
-
-
 def test_an_attempt_without_a_checkpoint_does_not_claim_the_directory(
-    small_run: Callable[..., list[str]], tmp_path: Path
+    train_run: TrainRun, small_run: Overrides, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="fewer than one sequence"):
         train(depthlm.compose(small_run("data.max_tokens=10", f"data.path={tmp_path}/tokens")))
     assert not (tmp_path / "run").exists()
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_text(signed_config_text(depthlm.compose(small_run("seed=77"))))
-    assert train(depthlm.compose(small_run("training.max_steps=1"))) == 0
+    train_run("training.max_steps=1")
 
 
-@pytest.mark.parametrize("text", ["", "seed: [1", None])
-def test_a_config_that_cannot_be_read_is_reported(
-    trained: Callable[..., Path], small_run: Callable[..., list[str]], text: str | None
-) -> None:
-    file = trained("training.stop_after=1") / "config.yaml"
-    file.unlink()
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(UserError, match=r"config\.yaml cannot be read"):
-        train(depthlm.compose(small_run()))
-
-
-def test_a_run_resumes_without_its_metrics(
-    trained: Callable[..., Path], small_run: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    trained("training.max_steps=2")
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    (tmp_path / "run/summary.json").unlink()
-    (tmp_path / "run/metrics.jsonl").unlink()
-    assert train(depthlm.compose(small_run("training.max_steps=2"))) == 0
-    again = json.loads((tmp_path / "run/summary.json").read_text())
-    assert again["validation_loss"] == summary["validation_loss"]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        ["precision=bf16", "deepspeed=zero3"],
-        pytest.param(["precision=fp32"], marks=pytest.mark.slow),
-        pytest.param(["precision=bf16", "deepspeed=zero1"], marks=pytest.mark.slow),
-    ],
-    ids=" ".join,
-)
-def test_load_returns_the_newest_weights(small_run: Callable[..., list[str]], tmp_path: Path, kind: list[str]) -> None:
-    assert train(depthlm.compose(small_run("training.max_steps=4", "training.checkpoint_every=2", *kind))) == 0
-    model, config = depthlm.load(tmp_path / "run")
-    assert config.training.max_steps == 4
-    saved = load_file(tmp_path / "run/checkpoints/step-00000004/model.safetensors")
-    older = load_file(tmp_path / "run/checkpoints/step-00000002/model.safetensors")
+def test_load_returns_the_newest_weights(train_run: TrainRun, tmp_path: Path) -> None:
+    run = train_run("training.max_steps=4", "training.checkpoint_every=2", "precision=bf16", "deepspeed=zero3",
+                    "model=dca", "model.loops=2")  # fmt: skip
+    model, config = depthlm.load(run)
+    assert (config.training.max_steps, config.model.loops, model.loops) == (4, 2, 2)
+    assert len(model.connections) == 2 * 2 * config.size.num_layers + 1
+    saved, older = weights(run, 4), weights(run, 2)
     for name, value in model.state_dict().items():
         assert torch.equal(value, saved[name].to(value.dtype))
     assert any(not torch.equal(saved[name], older[name]) for name in saved)
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    summary = read_json(run / "summary.json")
     batches = validation_batches(open_corpus(config.data).validation["local"], 32, 4, config.training.validation_tokens)
     loss = total_loss(model, batches, torch.device("cpu")).mean
-    assert loss == pytest.approx(summary["validation_loss"], rel=1e-6 if "precision=fp32" in kind else 5e-3)
+    assert loss == pytest.approx(summary["validation_loss"], rel=5e-3)
     assert summary["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     with pytest.raises(UserError, match="no run in it"):
         depthlm.load(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(
-    ("target", "words"),
-    [
+def test_load_builds_no_foreign_classes(trained: TrainRun) -> None:
+    run = trained("training.max_steps=1")
+    text = (run / "config.yaml").read_text()
+    for target, words in (
         ("os.system", "Loading the run imports that code"),
         ("depthlm.model.connection.nn.Module", "cannot be imported"),
         ("depthlm.model.decoder.Decoder", "not a subclass of"),
         ("depthlm.mechanisms.residual.Residual\n    x: {_target_: this.is.never.Imported}", "no such setting"),
-    ],
-)
-def test_load_builds_no_foreign_classes(trained: Callable[..., Path], target: str, words: str) -> None:
-    directory = trained("training.max_steps=1")
-    changed = (directory / "config.yaml").read_text().replace("depthlm.mechanisms.residual.Residual", target)
-    (directory / "config.yaml").write_text(changed)
-    with pytest.raises(UserError, match=words):
-        depthlm.load(directory)
+    ):
+        (run / "config.yaml").write_text(text.replace("depthlm.mechanisms.residual.Residual", target))
+        with pytest.raises(UserError, match=words):
+            depthlm.load(run)

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from depthlm.training import setup
 from depthlm.training.setup import compiles, free_earlier_run, start_process
 
 from ..two_ranks import TwoRanks, train_on_ranks
+from .run_files import Overrides
 
 
 @pytest.fixture(autouse=True)
@@ -29,10 +30,10 @@ def settings_of_the_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-@pytest.mark.parametrize("tf32", [True, False])
-def test_what_stays_in_fp32_on_a_gpu_is_multiplied_as_configured(tf32: bool) -> None:
-    start_process(depthlm.compose([f"precision.tf32={str(tf32).lower()}", "training.num_threads=1"]))
-    assert torch.backends.cuda.matmul.allow_tf32 is tf32
+def test_what_stays_in_fp32_on_a_gpu_is_multiplied_as_configured() -> None:
+    for tf32 in (True, False):
+        start_process(depthlm.compose([f"precision.tf32={str(tf32).lower()}", "training.num_threads=1"]))
+        assert torch.backends.cuda.matmul.allow_tf32 is tf32
 
 
 def test_the_gpu_allocator_does_not_fragment_unless_the_user_chose_another_setting(
@@ -47,9 +48,10 @@ def test_the_gpu_allocator_does_not_fragment_unless_the_user_chose_another_setti
     assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
-@pytest.mark.parametrize(
-    ("choice", "device", "stage", "lack", "compiled"),
-    [
+def test_sublayers_are_compiled_where_it_helps_or_where_the_user_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for choice, device, stage, lack, compiled in (
         ("auto", "cuda", 0, None, True),
         ("auto", "cuda", 2, None, True),
         ("auto", "cuda", 3, None, False),
@@ -57,21 +59,12 @@ def test_the_gpu_allocator_does_not_fragment_unless_the_user_chose_another_setti
         ("auto", "cpu", 0, None, False),
         ("true", "cpu", 0, None, True),
         ("false", "cuda", 0, None, False),
-    ],
-)
-def test_sublayers_are_compiled_where_it_helps_or_where_the_user_says_so(
-    choice: str,
-    device: str,
-    stage: int,
-    lack: str | None,
-    compiled: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    config = depthlm.compose([f"training.compile={choice}", f"deepspeed=zero{stage}"])
-    monkeypatch.setattr("depthlm.training.setup.missing", lambda device: lack)
-    assert compiles(config, torch.device(device)) is compiled
-    assert (lack is not None) == any(f"not compiled: {lack}" in line for line in caplog.messages)
+    ):
+        config = depthlm.compose([f"training.compile={choice}", f"deepspeed=zero{stage}"])
+        monkeypatch.setattr("depthlm.training.setup.missing", lambda device, lack=lack: lack)
+        caplog.clear()
+        assert compiles(config, torch.device(device)) is compiled
+        assert (lack is not None) == any(f"not compiled: {lack}" in line for line in caplog.messages)
 
 
 def train_with_others(overrides: list[str], others: Sequence[str]) -> int | str:
@@ -89,35 +82,24 @@ def train_with_other_code(overrides: list[str]) -> int | str:
         return train_on_ranks(overrides)
 
 
-@pytest.mark.parametrize(
-    ("others", "difference"),
-    [
-        (["optimizer.lr=0.5"], "optimizer.lr is 0.5, and on rank 0 0.003"),
-        (["seed=2"], "seed is 2, and on rank 0 1"),
-        (["training.checkpoint_every=3"], "training.checkpoint_every is 3, and on rank 0 10"),
-        (["model=mhc"], "model.connection.iterations is 20, and on rank 0 missing"),
-    ],
-)
-def test_a_rank_with_another_setting_is_named(
-    two_ranks: TwoRanks, small_run: Callable[..., list[str]], tmp_path: Path, others: list[str], difference: str
+def test_a_rank_with_another_setting_or_other_code_is_named(
+    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
 ) -> None:
-    messages = two_ranks(train_with_others, small_run(), others)
-    for message in messages:
+    others = ["optimizer.lr=0.5", "training.checkpoint_every=3", "model=mhc"]
+    for message in two_ranks(train_with_others, small_run(), others):
         assert message.startswith("the ranks would train different runs:\n  - rank 1 on ")
-        assert difference in message
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_rank_with_other_code_is_named(
-    two_ranks: TwoRanks, small_run: Callable[..., list[str]], tmp_path: Path
-) -> None:
+        for difference in (
+            "optimizer.lr is 0.5, and on rank 0 0.003", "training.checkpoint_every is 3, and on rank 0 10",
+            "model.connection.iterations is 20, and on rank 0 missing",
+        ):  # fmt: skip
+            assert difference in message
     for message in two_ranks(train_with_other_code, small_run()):
         assert "the code of depthlm is changed, and on rank 0 original\nStart all ranks" in message
     assert not (tmp_path / "run").exists()
 
 
 def test_a_rank_may_have_its_own_copy_of_the_token_files_but_no_others(
-    two_ranks: TwoRanks, small_run: Callable[..., list[str]], tmp_path: Path, corpus_folder: Path
+    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, corpus_folder: Path
 ) -> None:
     text = shutil.copytree(corpus_folder, tmp_path / "text")
     overrides = small_run("training.max_steps=2", f"data.source={text}", f"data.path={tmp_path}/tokens")

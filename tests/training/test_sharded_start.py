@@ -1,7 +1,6 @@
 """At ZeRO 3 the initial weights are those of every stage, and no rank ever holds the whole model."""
 
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from depthlm.training.engine import build_engine, draw_shards
 from depthlm.training.plan import make_plan
 
 from ..two_ranks import TwoRanks
-from .run_files import assert_same
+from .run_files import Overrides, assert_same
 
 SHAPE = ("size.num_layers=6", "training.micro_batch_size=2", "deepspeed=zero3")
 
@@ -78,10 +77,9 @@ def groups_of(model: Decoder, weight_decay: float) -> list[Any]:
     return [{**group, "params": len(group["params"])} for group in optimizer_groups(model, weight_decay)]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("imported", [False, True])
+@pytest.mark.parametrize(("precision", "imported"), [("fp32", False), ("bf16", True)])
 def test_two_ranks_hold_their_shards_and_one_whole_weight(
-    two_ranks: TwoRanks, small_run: Callable[..., list[str]], tmp_path: Path, precision: str, imported: bool
+    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, precision: str, imported: bool
 ) -> None:
     overrides = small_run(*SHAPE, f"precision={precision}", "model=dca")
     config, source, gathered = depthlm.compose(overrides), None, tmp_path / "gathered.safetensors"

@@ -1,18 +1,15 @@
 """Spikes of the loss: which losses are some, and what happens to their batches."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import depthlm
 from depthlm.config.schema import Training
 from depthlm.files import read_json
 from depthlm.runs.records import read_metrics
-from depthlm.training import train
 from depthlm.training.nonfinite import spike_limit
 
-from .run_files import assert_same, bad_batches, curve, manifest, weights
+from .run_files import Overrides, TrainRun, assert_same, bad_batches, curve, manifest, weights
 from .spoiled import train_spoiled
 from .test_nonfinite import KEPT, REWIND
 
@@ -28,17 +25,13 @@ def test_a_spike_needs_half_a_window_of_losses() -> None:
 SPIKES = ("training.spike_window=4", "training.checkpoint_every=5", *KEPT)
 
 
-@pytest.mark.parametrize("off", ["training.spike_deviations=null", "training.spike_window=128"])
-def test_a_run_that_detects_no_spikes_does_not_count_them(
-    small_run: Callable[..., list[str]], tmp_path: Path, off: str
-) -> None:
-    assert train_spoiled(small_run("training.max_steps=4", off), {3: "spike"}) == 0
-    assert read_json(tmp_path / "run/summary.json")["spikes"] is None
+def test_a_run_that_detects_no_spikes_does_not_count_them(small_run: Overrides, tmp_path: Path) -> None:
+    for name, off in (("off", "training.spike_deviations=null"), ("short", "training.spike_window=128")):
+        assert train_spoiled(small_run("training.max_steps=4", off, name=name), {3: "spike"}) == 0
+        assert read_json(tmp_path / name / "summary.json")["spikes"] is None
 
 
-def test_a_spike_is_logged_and_kept(
-    small_run: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_spike_is_logged_and_kept(small_run: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [*SPIKES, "training.spike_deviations=20"]
     # the first comes before there is a mean
     assert train_spoiled(small_run(*overrides), {1: "spike", 9: "spike"}) == 0
@@ -59,7 +52,7 @@ def test_a_spike_is_logged_and_kept(
 
 @pytest.mark.parametrize(("spoiled", "count"), [({5: "spike", 6: "loss"}, 1), ({6: "loss"}, 0)])
 def test_spikes_count_although_a_rewind_leaves_too_few_losses_for_the_next_one(
-    small_run: Callable[..., list[str]], tmp_path: Path, spoiled: dict[int, str], count: int
+    small_run: Overrides, tmp_path: Path, spoiled: dict[int, str], count: int
 ) -> None:
     # detected from step 5 on; the run ends with the losses of steps 1 to 3
     overrides = small_run(*REWIND, "training.spike_window=8", "training.checkpoint_every=3", "training.max_steps=6")
@@ -69,11 +62,9 @@ def test_spikes_count_although_a_rewind_leaves_too_few_losses_for_the_next_one(
     assert read_json(tmp_path / "run/summary.json")["spikes"] == count
 
 
-@pytest.mark.parametrize(
-    "policy", ["stop", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("skip", "rewind"))]
-)
+@pytest.mark.parametrize("policy", ["stop", pytest.param("rewind", marks=pytest.mark.slow)])
 def test_a_spike_is_skipped_whatever_the_policy_for_non_finite_values(
-    small_run: Callable[..., list[str]], tmp_path: Path, policy: str
+    small_run: Overrides, tmp_path: Path, policy: str
 ) -> None:
     overrides = [*SPIKES, "training.on_spike=skip", "training.spike_deviations=20"]
     spiked = small_run(*overrides, f"training.on_nonfinite={policy}")
@@ -85,14 +76,12 @@ def test_a_spike_is_skipped_whatever_the_policy_for_non_finite_values(
     assert [row["outcome"] for row in bad_batches(tmp_path / "run")] == ["skipped"] * 2
 
 
-def test_a_resumed_run_takes_the_same_losses_for_spikes(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_resumed_run_takes_the_same_losses_for_spikes(train_run: TrainRun) -> None:
     # it hardly learns, and the limit is so low that some losses exceed it
     overrides = [*SPIKES, "training.on_spike=skip", "training.spike_deviations=0.7", "training.max_steps=20",
                  "optimizer.lr=1e-6"]  # fmt: skip
-    assert train(depthlm.compose(small_run(*overrides, name="straight"))) == 0
-    assert train(depthlm.compose(small_run(*overrides, "training.stop_after=11"))) == 0
-    assert train(depthlm.compose(small_run(*overrides))) == 0
-    run, straight = tmp_path / "run", tmp_path / "straight"
+    straight = train_run(*overrides, name="straight")
+    run = train_run(*overrides, stops=(11, 20))
     assert curve(run) == curve(straight)
     assert bad_batches(run) == bad_batches(straight)
     skipped = manifest(straight)["skipped"]

@@ -1,8 +1,5 @@
 """Diagnostics of mechanisms, and how they reach metrics.jsonl."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,22 +8,12 @@ from depthlm.inspect.depth_mixing import depth_mixing
 from depthlm.model import Observer
 from depthlm.model.connection import Connection, State
 from depthlm.runs.records import read_metrics
-from depthlm.training import train
 from depthlm.training.validation import diagnose
+
+from .run_files import TrainRun
 
 SHAPE = ["size=micro", "data.tokenizer=bytes"]
 OF_STREAMS = {"res_from_identity", "res_from_uniform", "gain", "embedding_share"}
-
-
-def test_the_worst_deviation_of_mhc_over_sublayers_and_tokens() -> None:
-    model = depthlm.build_model(depthlm.compose([*SHAPE, "model=mhc"]))
-    with torch.no_grad():
-        model.connections[2].bias += torch.linspace(-4, 4, 24)
-    diagnostics = diagnose(model, torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0)))
-    assert diagnostics.keys() == {f"mhc_{name}" for name in OF_STREAMS | {"row_deviation", "column_deviation"}}
-    assert diagnostics["mhc_row_deviation"] < 1e-6
-    # the maximum is that of the one sublayer which is far from its manifold
-    assert 1e-3 < diagnostics["mhc_column_deviation"] < 1
 
 
 @pytest.mark.parametrize(
@@ -72,24 +59,22 @@ def test_the_diagnostics_of_streams(name: str, overrides: list[str]) -> None:
     }
 
 
-def test_an_identity_as_the_residual_map_has_a_gain_of_1() -> None:
+def test_a_mechanism_has_the_diagnostics_that_can_vary_and_none_needs_no_forward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = depthlm.build_model(depthlm.compose([*SHAPE, "model=mhc_hunyuan_v4"]))
     found = diagnose(model, torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0)))
     assert found.keys() == {"mhc_gain", "mhc_embedding_share"}
+    # its residual map is the identity
     assert found["mhc_gain"] == 1
-
-
-def test_a_mechanism_without_diagnostics_needs_no_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     model = depthlm.build_model(depthlm.compose(SHAPE))
     monkeypatch.setattr(model, "hidden", None)
     assert diagnose(model, torch.zeros(1, 4, dtype=torch.long)) == {}
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_every_validation_logs_diagnostics(small_run: Callable[..., list[str]], tmp_path: Path, stage: int) -> None:
-    overrides = ["model=mhc", f"deepspeed=zero{stage}", "training.max_steps=2", "training.validate_every=1"]
-    assert train(depthlm.compose(small_run(*overrides))) == 0
-    rows = list(read_metrics(tmp_path / "run/metrics.jsonl"))
+def test_every_validation_logs_diagnostics(train_run: TrainRun) -> None:
+    run = train_run("model=mhc", "deepspeed=zero3", "training.max_steps=2", "training.validate_every=1")
+    rows = list(read_metrics(run / "metrics.jsonl"))
     assert len(rows) == 2
     assert all(row["mechanism/mhc_row_deviation"] < 1e-6 for row in rows)
     assert all(row["mechanism/mhc_column_deviation"] < 1e-2 for row in rows)

@@ -1,226 +1,158 @@
-"""Runs resumed with another length, number of ranks or ZeRO stage, and forked runs."""
+"""Runs resumed with another length, number of ranks or ZeRO stage, forked runs, and runs whose checkpoints are gone."""
 
-import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import depthlm
 from depthlm.errors import UserError
+from depthlm.files import read_json
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
 
-from ...two_ranks import TwoRanks, train_on_ranks
-from ..run_files import curve, weights
-
-Overrides = Callable[..., list[str]]
+from ..run_files import Overrides, TrainRun, assert_same_run, curve, losses, weights
+from ..spoiled import train_spoiled
 
 
-def losses(directory: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(directory / "metrics.jsonl")]
-
-
-@pytest.mark.slow
+# (ranks, stage) until the run ends; each segment has three steps
 @pytest.mark.parametrize(
-    ("stage", "precision", "before"),
-    [(0, "fp32", 2), (1, "bf16", 2), (2, "fp32", 2), (3, "fp32", 1), (3, "bf16", 2)],
+    ("precision", "segments"),
+    [
+        ("fp32", [(2, 1), (1, 1)]),
+        pytest.param("bf16", [(2, 1), (1, 2), (2, 1)], marks=pytest.mark.slow),
+        pytest.param("fp32", [(2, 0), (1, 0), (2, 0)], marks=pytest.mark.slow),
+        pytest.param("fp32", [(1, 3), (2, 3), (1, 3)], marks=pytest.mark.slow),
+    ],
 )
-def test_a_run_resumes_on_another_number_of_ranks_and_back(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, stage: int, precision: str, before: int
+def test_a_run_resumes_on_another_number_of_ranks_and_as_zero_1_or_2(
+    train_run: TrainRun, precision: str, segments: list[tuple[int, int]]
 ) -> None:
-    def go(world_size: int, *more: str, name: str) -> None:
-        overrides = small_run(f"deepspeed=zero{stage}", f"precision={precision}", "training.max_steps=9",
-                              "optimizer.weight_decay=1.0", *more, name=name)  # fmt: skip
-        if world_size == 2:
-            assert two_ranks(train_on_ranks, overrides) == [0, 0]
-        else:
-            assert train(depthlm.compose(overrides)) == 0
-
-    go(before, name="undisturbed")
-    go(before, "training.stop_after=3", name="moved")
-    go(3 - before, "training.stop_after=6", name="moved")
-    go(before, name="moved")
-    log = (tmp_path / "moved/train.log").read_text()
+    given = (f"precision={precision}", f"training.max_steps={3 * len(segments)}", "optimizer.weight_decay=1.0")
+    (ranks, stage), *_ = segments
+    undisturbed = train_run(*given, f"deepspeed=zero{stage}", ranks=ranks, name="undisturbed")
+    for number, (count, stage_now) in enumerate(segments, 1):
+        moved = train_run(
+            *given, f"deepspeed=zero{stage_now}", f"training.stop_after={3 * number}", ranks=count, name="moved"
+        )
+    log = (moved / "train.log").read_text()
     assert ("repartitioned" in log) == (stage > 0)
+    assert ("deepspeed.stage: the run has 1, this command gives 2" in log) == ((1, 2) in segments)
     tolerance = 2e-6 if precision == "fp32" else 3e-4
-    torch.testing.assert_close(losses(tmp_path / "moved"), losses(tmp_path / "undisturbed"), rtol=tolerance, atol=0)
-    one, other = (weights(tmp_path / name) for name in ("moved", "undisturbed"))
+    torch.testing.assert_close(losses(moved), losses(undisturbed), rtol=tolerance, atol=0)
+    one, other = weights(moved), weights(undisturbed)
     assert all(torch.dist(one[name].float(), other[name].float()) <= 3e-3 * other[name].float().norm() for name in one)
-    assert not list((tmp_path / "moved/checkpoints").glob(".*"))
-
-
-@pytest.mark.parametrize(
-    ("world_size", "precision"),
-    [(1, "bf16"), *(pytest.param(2, precision, marks=pytest.mark.slow) for precision in ("fp32", "bf16"))],
-)
-def test_zero_1_resumes_as_zero_2_and_back(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, world_size: int, precision: str
-) -> None:
-    for name, stages in (("undisturbed", [1]), ("moved", [1, 2, 1])):
-        for number, stage in enumerate(stages, 1):
-            overrides = small_run(f"deepspeed=zero{stage}", f"precision={precision}", "training.max_steps=9",
-                                  f"training.stop_after={9 * number // len(stages)}", name=name)  # fmt: skip
-            if world_size == 2:
-                assert two_ranks(train_on_ranks, overrides) == [0, 0]
-            else:
-                assert train(depthlm.compose(overrides)) == 0
-    assert "deepspeed.stage: the run has 1, this command gives 2" in (tmp_path / "moved/train.log").read_text()
-    tolerance = 2e-6 if precision == "fp32" else 3e-4
-    torch.testing.assert_close(losses(tmp_path / "moved"), losses(tmp_path / "undisturbed"), rtol=tolerance, atol=0)
-
-
-@pytest.mark.slow
-def test_zero_1_on_two_ranks_resumes_as_zero_2_on_one(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
-) -> None:
-    shared = ("training.max_steps=6", "training.stop_after=3")
-    assert two_ranks(train_on_ranks, small_run(*shared, "deepspeed=zero1")) == [0, 0]
-    assert train(depthlm.compose(small_run("training.max_steps=6", "deepspeed=zero2"))) == 0
-    assert train(depthlm.compose(small_run("training.max_steps=6", name="undisturbed"))) == 0
-    torch.testing.assert_close(losses(tmp_path / "run"), losses(tmp_path / "undisturbed"), rtol=2e-6, atol=0)
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
-def test_a_run_resumes_on_fewer_ranks(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, optimizer: str
-) -> None:
-    shared = ("training.max_steps=4", "deepspeed=zero1", f"optimizer={optimizer}")
-    assert two_ranks(train_on_ranks, small_run(*shared, "training.stop_after=2")) == [0, 0]
-    assert train(depthlm.compose(small_run(*shared))) == 0
-    assert "repartitioned" in (tmp_path / "run/train.log").read_text()
-    assert train(depthlm.compose(small_run(*shared, name="undisturbed"))) == 0
-    assert len(losses(tmp_path / "run")) == 4
-    tolerance = 2e-6 if optimizer == "adamw" else 1e-4
-    torch.testing.assert_close(losses(tmp_path / "run"), losses(tmp_path / "undisturbed"), rtol=tolerance, atol=0)
-    one, other = (weights(tmp_path / name) for name in ("run", "undisturbed"))
-    assert all(torch.dist(one[name], other[name]) <= 3e-3 * other[name].norm() for name in one)
+    assert not list((moved / "checkpoints").glob(".*"))
 
 
 def test_a_complete_run_is_extended_on_request(
-    small_run: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train_run: TrainRun, small_run: Overrides, capsys: pytest.CaptureFixture[str]
 ) -> None:
     constant = ("schedule=constant", "schedule.warmup_ratio=0")
-    assert train(depthlm.compose(small_run(*constant, "training.max_steps=2"))) == 0
-    longer = small_run(*constant, "training.max_steps=4")
+    run = train_run(*constant, "training.max_steps=2")
+    longer = (*constant, "training.max_steps=4")
     with pytest.raises(UserError, match="max_steps: the run has 2, this command gives 4\nresume=extend allows"):
-        train(depthlm.compose(longer))
-    assert (tmp_path / "run/summary.json").exists()
-    for stop in (3, 4, 4):
-        assert train(depthlm.compose([*longer, "resume=extend", f"training.stop_after={stop}"])) == 0
+        train(depthlm.compose(small_run(*longer)))
+    assert (run / "summary.json").exists()
+    train_run(*longer, "resume=extend", stops=(3, 4, 4))
     printed = capsys.readouterr().out
     assert printed.count("This run is complete") == 3
     assert printed.count("this run is now 4 steps long; its directory keeps the name run") == 1
-    assert train(depthlm.compose(small_run(*constant, "training.max_steps=4", name="straight"))) == 0
-    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
-    summaries = [json.loads((tmp_path / "run" / name).read_text())["steps"]
-                 for name in ("summary.json", "summary-step-00000002.json")]  # fmt: skip
-    assert summaries == [4, 2]
-    with pytest.raises(UserError, match="has done 4 steps, more than the 3 of this run"):
-        train(depthlm.compose(small_run(*constant, "training.max_steps=3", "resume=extend")))
-    with pytest.raises(UserError, match=r"optimizer\.lr"):
-        train(depthlm.compose(small_run(*constant, "training.max_steps=5", "optimizer.lr=1", "resume=extend")))
+    assert curve(run) == curve(train_run(*longer, name="straight"))
+    assert [read_json(run / name)["steps"] for name in ("summary.json", "summary-step-00000002.json")] == [4, 2]
+    for other, words in (
+        ("training.max_steps=3", "has done 4 steps, more than the 3 of this run"), ("optimizer.lr=1", r"optimizer\.lr"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=words):
+            train(depthlm.compose(small_run(*longer, other, "resume=extend")))
 
 
-def test_a_fork_continues_from_the_state_with_other_settings(small_run: Overrides, tmp_path: Path) -> None:
+def test_a_fork_continues_from_the_state_with_other_settings(
+    train_run: TrainRun, small_run: Overrides, tmp_path: Path
+) -> None:
     shared = ("training.max_steps=8", "training.checkpoint_every=2", "training.keep_last=9")
-    assert train(depthlm.compose(small_run(*shared, name="source"))) == 0
-    source = {file: file.read_bytes() for file in (tmp_path / "source").rglob("*") if file.is_file()}
-    from_4 = f"fork_from={tmp_path}/source/checkpoints/step-00000004"
-    assert train(depthlm.compose(small_run(*shared, from_4, name="same"))) == 0
-    assert curve(tmp_path / "same") == curve(tmp_path / "source")[4:]
-    other = [*shared, from_4, "optimizer.lr=1e-5", "optimizer.weight_decay=0.5", "training.max_steps=10"]
-    assert train(depthlm.compose(small_run(*other, "training.stop_after=6", name="other"))) == 0
-    assert train(depthlm.compose(small_run(*other, name="other"))) == 0
-    rows = list(read_metrics(tmp_path / "other/metrics.jsonl"))
+    source = train_run(*shared, name="source")
+    before = {file: file.read_bytes() for file in source.rglob("*") if file.is_file()}
+    from_4 = f"fork_from={source}/checkpoints/step-00000004"
+    assert curve(train_run(*shared, from_4, name="same")) == curve(source)[4:]
+    other = (*shared, from_4, "optimizer.lr=1e-5", "optimizer.weight_decay=0.5", "training.max_steps=10")
+    fork = train_run(*other, name="other", stops=(6, 10))
+    rows = list(read_metrics(fork / "metrics.jsonl"))
     assert [row["step"] for row in rows] == [5, 6, 7, 8, 9, 10]
-    assert rows[0]["loss"] == curve(tmp_path / "source")[4][2]
+    assert rows[0]["loss"] == curve(source)[4][2]
     assert all(row["learning_rate"] <= 1e-5 for row in rows)
-    log = (tmp_path / "other/train.log").read_text()
+    log = (fork / "train.log").read_text()
     assert "forked with another setting: optimizer.weight_decay: the run has 0.1, this command gives 0.5" in log
     # neither the fork itself nor a tracker that the run did not have is a difference
     assert not re.search("fork_from|wandb|tracker", log)
-    assert {file: file.read_bytes() for file in source} == source
-    newest = f"fork_from={tmp_path}/source"
+    assert {file: file.read_bytes() for file in before} == before
     with pytest.raises(UserError, match="has done 8 steps, more than the 6"):
-        train(depthlm.compose(small_run(newest, "training.max_steps=6", name="shorter")))
+        train(depthlm.compose(small_run(f"fork_from={source}", "training.max_steps=6", name="shorter")))
     assert not (tmp_path / "shorter").exists()
 
 
-def test_the_first_mean_loss_of_a_fork_has_its_own_updates_only(small_run: Overrides, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_first_mean_loss_of_a_fork_has_its_own_updates_only(train_run: TrainRun) -> None:
     shared = ("training.max_steps=8", "training.checkpoint_every=100", "training.log_every=4")
-    assert train(depthlm.compose(small_run(*shared, "training.stop_after=6", name="source"))) == 0
-    from_6 = f"fork_from={tmp_path}/source/checkpoints/step-00000006"
-    for name, every in (("fork", 4), ("each", 1)):
-        assert train(depthlm.compose(small_run(*shared, from_6, f"training.log_every={every}", name=name))) == 0
-    rows, each = (list(read_metrics(tmp_path / name / "metrics.jsonl")) for name in ("fork", "each"))
+    source = train_run(*shared, "training.stop_after=6", name="source")
+    from_6 = f"fork_from={source}/checkpoints/step-00000006"
+    forks = (train_run(*shared, from_6, f"training.log_every={every}", name=f"each-{every}") for every in (4, 1))
+    rows, each = (list(read_metrics(fork / "metrics.jsonl")) for fork in forks)
     assert [row["step"] for row in each] == [7, 8]
     assert rows[-1]["mean_loss"] == pytest.approx((each[0]["loss"] + each[1]["loss"]) / 2, rel=1e-9)
 
 
 @pytest.mark.slow
-def test_a_forks_optimizer_uses_the_settings_of_the_fork(small_run: Overrides, tmp_path: Path) -> None:
-    assert train(depthlm.compose(small_run("training.max_steps=2", name="source"))) == 0
-    states = []
-    for decay in ("0", "5"):
-        overrides = small_run(f"fork_from={tmp_path}/source", "training.max_steps=3", f"optimizer.weight_decay={decay}",
-                              "schedule=constant", name=f"decay-{decay}")  # fmt: skip
-        assert train(depthlm.compose(overrides)) == 0
-        states.append(load_file(tmp_path / f"decay-{decay}/checkpoints/step-00000003/model.safetensors"))
+def test_a_forks_optimizer_uses_the_settings_of_the_fork(train_run: TrainRun) -> None:
+    fork = (
+        f"fork_from={train_run('training.max_steps=2', name='source')}",
+        "training.max_steps=3",
+        "schedule=constant",
+    )
+    without, with_decay = (
+        weights(train_run(*fork, f"optimizer.weight_decay={decay}", name=f"decay-{decay}")) for decay in (0, 5)
+    )
     name = "layers.0.mlp.down_proj.weight"
-    assert states[1][name].norm() < 0.99 * states[0][name].norm()
+    assert with_decay[name].norm() < 0.99 * without[name].norm()
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
+def test_a_fork_that_cannot_use_the_state_or_has_no_valid_checkpoint_is_refused_before_the_model_is_built(
+    trained: TrainRun, small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = trained("training.max_steps=1", name="source")
+    fork = f"fork_from={source}"
+    monkeypatch.setattr("depthlm.training.setup.build_model", lambda *_, **__: pytest.fail("something was built"))
+    for change, words in (
         ("model=mhc", "model.connection"),
         ("size.num_layers=1", "size.num_layers: the run has 2"),
         ("optimizer=muon", "optimizer._target_: the run has torch.optim.AdamW"),
-    ],
-)
-def test_a_fork_that_cannot_use_the_state_is_refused_before_the_model_is_built(
-    trained: Callable[..., Path],
-    small_run: Overrides,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: str,
-    words: str,
-) -> None:
-    trained("training.max_steps=1", name="source")
-    monkeypatch.setattr("depthlm.training.setup.build_model", lambda *_, **__: pytest.fail("something was built"))
-    with pytest.raises(UserError, match=rf"(?s){words}.*init_from={tmp_path}/source"):
-        train(depthlm.compose(small_run(f"fork_from={tmp_path}/source", change, name="next")))
-
-
-def test_a_fork_of_a_run_without_a_valid_checkpoint_is_refused(
-    trained: Callable[..., Path], small_run: Overrides, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=r"fork_from=.*nowhere: no checkpoint in it"):
-        depthlm.compose(small_run(f"fork_from={tmp_path}/nowhere"))
-    file = trained("training.max_steps=1", name="source") / "checkpoints/step-00000001/model.safetensors"
+    ):
+        with pytest.raises(UserError, match=rf"(?s){words}.*init_from={source}"):
+            train(depthlm.compose(small_run(fork, change, name="next")))
+    for given, words in (
+        ([f"fork_from={tmp_path}/nowhere"], r"fork_from=.*nowhere: no checkpoint in it"),
+        ([fork, f"init_from={source}"], "both given"),
+    ):
+        with pytest.raises(UserError, match=words):
+            depthlm.compose(small_run(*given, name="next"))
+    file = source / "checkpoints/step-00000001/model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"fork_from=.*source: no complete checkpoint in it"):
-        train(depthlm.compose(small_run(f"fork_from={tmp_path}/source", name="next")))
-    with pytest.raises(UserError, match="both given"):
-        depthlm.compose(small_run(f"fork_from={tmp_path}/source", f"init_from={tmp_path}/source", name="next"))
+        train(depthlm.compose(small_run(fork, name="next")))
 
 
 def test_a_complete_run_without_its_checkpoints_warns_and_retrains_on_request(
-    small_run: Callable[..., list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    train_run: TrainRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = small_run("training.max_steps=4", "training.checkpoint_every=2")
-    assert train(depthlm.compose(overrides)) == 0
-    run = tmp_path / "run"
-    before = json.loads((run / "summary.json").read_text())["validation_loss"]
+    overrides = ("training.max_steps=4", "training.checkpoint_every=2")
+    run = train_run(*overrides)
+    before = read_json(run / "summary.json")["validation_loss"]
     shutil.rmtree(run / "checkpoints/step-00000004")
     (run / "checkpoints/step-00000002/model.safetensors").write_bytes(b"torn")
     capfd.readouterr()
-    assert train(depthlm.compose(overrides)) == 0
+    train_run(*overrides)
     output = capfd.readouterr().out
     assert "This run was complete, and its last checkpoint is lost" in output
     assert "step-00000004 is missing" in output
@@ -231,15 +163,68 @@ def test_a_complete_run_without_its_checkpoints_warns_and_retrains_on_request(
     assert again.output_dir == str(run)
     assert train(again) == 0
     depthlm.load(run)
-    assert json.loads((run / "summary.json").read_text())["validation_loss"] == before
+    assert read_json(run / "summary.json")["validation_loss"] == before
     # a second start has nothing to train
     capfd.readouterr()
     assert train(again) == 0
     assert "step 1/4" not in capfd.readouterr().out
 
 
-def test_a_complete_run_has_no_step_to_profile(trained: Callable[..., Path], small_run: Overrides) -> None:
+def test_a_complete_run_has_no_step_to_profile(trained: TrainRun, small_run: Overrides) -> None:
     trained("training.max_steps=2")
-    overrides = small_run("training.max_steps=2")
     with pytest.raises(UserError, match=r"training.profile=true: .* is complete"):
-        train(depthlm.compose([*overrides, "training.profile=true"]))
+        train(depthlm.compose(small_run("training.max_steps=2", "training.profile=true")))
+
+
+def remove(run: Path, content_only: bool = False) -> None:
+    for path in (run / "checkpoints").iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if not content_only:
+        (run / "checkpoints").rmdir()
+
+
+def kept(run: Path) -> dict[str, bytes]:
+    """Return the files of a run that a refused command does not change."""
+    return {file.name: file.read_bytes() for file in run.glob("[!.]*.*") if file.name != "failure.json"}
+
+
+@pytest.mark.parametrize("content_only", [False, True])
+def test_a_run_whose_checkpoints_are_gone_is_trained_again_only_on_request(
+    train_run: TrainRun, small_run: Overrides, content_only: bool
+) -> None:
+    overrides = small_run("training.max_steps=5")
+    run = train_run("training.max_steps=5", "training.stop_after=3")
+    remove(run, content_only)
+    before = kept(run)
+    for more, words in (
+        ((), rf"{run}: no checkpoint in it; .* run={run} resume=retrain"),
+        (("optimizer.lr=0.5", "resume=retrain"), "holds a run with another configuration"),
+    ):
+        with pytest.raises(UserError, match=words):
+            train(depthlm.compose([*overrides, *more]))
+        assert kept(run) == before
+    # a retrained run that is killed before its first checkpoint has nothing to lose
+    assert train_spoiled([*overrides, "resume=retrain"], {}, killed_at=3) == "killed"
+    assert train(depthlm.compose(overrides)) == 0
+    assert_same_run(run, train_run("training.max_steps=5", name="straight"))
+
+
+def test_a_complete_run_whose_checkpoints_are_gone_is_not_extended_from_scratch(
+    trained: TrainRun, small_run: Overrides
+) -> None:
+    run = trained("training.max_steps=3")
+    remove(run)
+    before = kept(run)
+    with pytest.raises(UserError, match="no checkpoint in it; "):
+        train(depthlm.compose(small_run("training.max_steps=5", "resume=extend")))
+    assert kept(run) == before
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(
+    train_run: TrainRun, small_run: Overrides, tmp_path: Path
+) -> None:
+    overrides = ("training.max_steps=5", "training.checkpoint_every=4")
+    assert train_spoiled(small_run(*overrides), {}, killed_at=4) == "killed"
+    assert len(curve(tmp_path / "run")) == 3
+    (tmp_path / "run/checkpoints/.saving-step-00000004").mkdir(parents=True)
+    assert len(curve(train_run(*overrides))) == 5

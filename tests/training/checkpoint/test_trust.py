@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from depthlm.runs.checkpoints import read_manifest
 from depthlm.runs.manifest import CheckpointError, sealed
 from depthlm.training import train
 
-Overrides = Callable[..., list[str]]
+from ..run_files import Overrides, TrainRun
 
 
 class Intruder:
@@ -32,7 +31,7 @@ class Intruder:
 
 
 @pytest.fixture
-def run(trained: Callable[..., Path], tmp_path: Path) -> Path:
+def run(trained: TrainRun, tmp_path: Path) -> Path:
     """A run at ZeRO 1 with checkpoints of steps 2 and 4, whose pickles are all replaced by an intruder."""
     directory = trained("deepspeed=zero1", "training.max_steps=4", "training.checkpoint_every=2")
     pickles = list((directory / "checkpoints").rglob("*.pt"))
@@ -65,16 +64,18 @@ def test_resuming_and_forking_unpickle_only_files_listed_in_a_manifest(
     assert (tmp_path / "trace").exists()
 
 
-def test_loading_and_init_from_never_unpickle(run: Path, small_run: Overrides, tmp_path: Path) -> None:
+def test_loading_and_init_from_never_unpickle(run: Path, train_run: TrainRun, tmp_path: Path) -> None:
     vouch(run)
     depthlm.load(run)
-    overrides = small_run("training.max_steps=1", f"init_from={run}", name="next")
-    assert train(depthlm.compose(overrides)) == 0
+    train_run("training.max_steps=1", f"init_from={run}", name="next")
     assert not (tmp_path / "trace").exists()
 
 
-def test_a_configuration_is_read_as_data(run: Path, tmp_path: Path) -> None:
+def test_a_configuration_is_read_as_data_and_its_interpolations_are_text(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     vouch(run)
+    monkeypatch.setenv("SECRET", "known only to the user")
     text = (run / "config.yaml").read_text()
     tagged = (f"x: !!python/object/apply:os.mkdir ['{tmp_path}/trace']", "y: !!python/name:os.system")
     for line in (*tagged, "x: &x [1]\ny: *x"):
@@ -84,19 +85,10 @@ def test_a_configuration_is_read_as_data(run: Path, tmp_path: Path) -> None:
     (run / "config.yaml").write_text(f"{text}\nunknown: 1\n")
     with pytest.raises(UserError, match=r"(?s)not the configuration of a run.*unknown"):
         depthlm.load(run)
-    assert not (tmp_path / "trace").exists()
-
-
-def test_interpolations_in_the_configuration_of_a_run_are_text(
-    run: Path, small_run: Overrides, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    vouch(run)
-    monkeypatch.setenv("SECRET", "known only to the user")
-    text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("project: depthlm", "project: ${oc.env:SECRET}"))
-    _, config = depthlm.load(run)
-    assert config.tracker.project == "${oc.env:SECRET}"
+    assert depthlm.load(run)[1].tracker.project == "${oc.env:SECRET}"
     assert depthlm.compose([f"run={run}", "training.log_every=3", "trust=run"]).tracker.project == "${oc.env:SECRET}"
+    assert not (tmp_path / "trace").exists()
 
 
 def test_a_changed_configuration_is_validated_and_compared_with_that_of_each_checkpoint(run: Path) -> None:

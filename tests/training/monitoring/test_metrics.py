@@ -64,13 +64,6 @@ def test_rows_that_cannot_be_written_are_kept_in_memory(tmp_path: Path) -> None:
     assert list(read_metrics(path)) == [*expected, {"step": 4, "loss": 1.0, "validation/set/loss": 2.0}]
 
 
-def test_a_rank_without_a_file_still_knows_its_newest_row() -> None:
-    metrics = MetricsFile(None, 0)
-    metrics.write({"step": 1})
-    metrics.amend({"validation/set/loss": 1.0})
-    assert metrics.last == {"step": 1, "validation/set/loss": 1.0}
-
-
 def test_the_stopwatch_excludes_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
