@@ -11,6 +11,7 @@ from depthlm.report.command import show_results
 
 from .made_up import row, write_run
 
+pytestmark = pytest.mark.usefixtures("real_directories")
 CONFIGS = Path("configs")
 
 

@@ -25,7 +25,7 @@ def point(label: str, directory: str, **settings: str) -> Point:
 
 
 def home(directory: str) -> Path:
-    return Path("outputs/default", directory)
+    return Path(f"outputs/name{directory}")
 
 
 def rows(*points: Point) -> list[Row]:
