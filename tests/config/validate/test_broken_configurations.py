@@ -10,7 +10,6 @@ from depthlm.config import ConfigError, compose
 from depthlm.errors import UserError
 from depthlm.sweeps import sweep_points
 
-from ...forks import Forks
 from ...ranks import rank_variables
 
 # an override, and parts of the error that it alone causes
@@ -113,12 +112,10 @@ BROKEN = [
     (["optimizer.settings.fusde=true"], ["did you mean `optimizer.settings.fused`?"]),
     (["+optimizer.settings.amsgrd=true"], ["no such setting; allowed: betas", "did you mean `amsgrad`?"]),
     (["optimizer._target_="], ["optimizer._target_=: not a class"]),
-    (["optimizer._target_=nonsense"], ["optimizer._target_=nonsense: not a class, as in torch.optim.AdamW"]),
     (["optimizer._target_=torch.optim.AdmW"], ["torch.optim has no AdmW", "did you mean `AdamW`?"]),
     (["optimizer._target_=torch.nn.Linear"], ["not a subclass of torch.optim.optimizer.Optimizer"]),
     (["training.activation_checkpointing=selectiv"], ["activation_checkpointing=selectiv", "selective"]),
     (["training.activation_checkpointing=0"], ["activation_checkpointing=0", "every n-th layer"]),
-    (["training.activation_checkpointing=2.5"], ["activation_checkpointing=2.5", "every n-th layer"]),
     (["training.activation_checkpointing=selective", "training.compile=true"], ["activation_checkpointing=selective"]),
     (["evaluation.tasks=[piqa]"], ["evaluation.tasks: no step is evaluated", "evaluation.every=100"]),
     (["evaluation.every=100"], ["evaluation.every=100: nothing to evaluate"]),
@@ -132,10 +129,7 @@ BROKEN = [
     (["backbone=olmoe", "deepspeed=zero3", "deepspeed.experts=2"], ["deepspeed.stage=3", "zero0, zero1 or zero2"]),
     (["model=dca", "model.connection.gate=soft"], ["model.connection.gate=soft: must be one of relu_of_sum, printed"]),
     (["model=attention_residuals", "model.connection.block_size=0"], ["model.connection.block_size=0: must be"]),
-    (
-        ["model=attention_residuals", "model.connection.key_norm=foo"],
-        ["key_norm=foo: must be one of weighted,"],
-    ),
+    (["model=attention_residuals", "model.connection.key_norm=foo"], ["key_norm=foo: must be one of weighted,"]),
     (["model=attention_residuals", "model.connection.separate_qkv=[4]"], ["separate_qkv=[4]", "from 0 to 3"]),
     (["model=attention_residuals", "model.connection.separate_qkv=0"], ["separate_qkv=0", "null, or a list of layers"]),
     (
@@ -151,10 +145,8 @@ BROKEN = [
     ),
     (["model=shared_kv", "model.attention.last_k=2"], ["last_k=2: needs reuse=last_k"]),
     (["model=gated_residual", "model.connection.temperature=0"], ["temperature=0: must be a number of at least 1e-06"]),
-    (["model=attention_residuals", "model.connection.block_size=-1"], ["block_size=-1", "at least 1, or null"]),
     (["model=grn_v3", "model.connection.separate_qkv=null"], ["separate_qkv=null: must be true or false"]),
     (["model=grn_v3", "model.connection.version=true"], ["version=true: must be one of 1, 2, 3"]),
-    (["model=grn_v3", "model.connection.version=three"], ["version=three: must be one of 1, 2, 3"]),
     (["model=grn_v3", "model.connection.version=2.0"], ["version=2.0: must be one of 1, 2, 3"]),
     (["model=grn_v3", "model.connection.own_embedding=false"], ["own_embedding=false: needs last_k"]),
     (["model=mhc", "model.connection.num_streams=1.5"], ["num_streams=1.5: must be a whole number"]),
@@ -217,18 +209,18 @@ def test_a_broken_configuration_is_explained(overrides: list[str], words: list[s
     assert len(caught.value.errors) == 1, text
 
 
-def test_all_override_errors_are_reported_together() -> None:
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["size=1.6b", "optimzer.lr=1", "training.max_steps=x", "schedule.warmup_ratio=7", "resume=no"],
+        # across fields
+        ["size.num_kv_heads=3", "training.micro_batch_size=7", "schedule.warmup_steps=9999", "size.vocab_size=9"],
+    ],
+)
+def test_all_errors_are_reported_together(overrides: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        compose(["size=1.6b", "optimzer.lr=1", "training.max_steps=x", "schedule.warmup_ratio=7", "resume=no"])
-    assert len(caught.value.errors) == 5
-
-
-def test_all_cross_field_errors_are_reported_together() -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose(
-            ["size.num_kv_heads=3", "training.micro_batch_size=7", "schedule.warmup_steps=9999", "size.vocab_size=9"]
-        )
-    assert len(caught.value.errors) == 4
+        compose(overrides)
+    assert len(caught.value.errors) == len(overrides)
 
 
 def test_a_mechanism_validates_the_values_of_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,70 +273,34 @@ def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) 
         compose(["training.compile=true"])
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--flag"],
-        ["-m", "seed=1,2", "output_dir=x"],
-        ["-m", "size=tiny,hug"],
-        ["-m", "seed=1,2", "size=micro,tiny", "output_dir=x/${seed}"],
-        ["--config-name=foo"],
-        ["--resolve"],
-        ["-m", "seed=1,2", "--cfg", "job"],
-        ["--info", "--run"],
-        ["--config-dir=/nowhere"],
-        ["hydra.run.dir=x"],
-        ["hydra.job.chdir=true"],
-        ["-m", "seed=1,2", "hydra.run.dir=x"],
-        ["experiment=dca/depth"],
-        ["experiment=dca/depth", "model=dca"],
-        ["-m", "run=outputs/default/base", "seed=1,2"],
-    ],
-)
-def test_an_invalid_command_line_is_refused(arguments: list[str]) -> None:
-    with pytest.raises(UserError):
-        check_command_line(read_command_line(arguments))
+def test_an_invalid_command_line_is_refused() -> None:
+    for text in (
+        "--flag", "-m seed=1,2 output_dir=x", "-m size=tiny,hug", "-m seed=1,2 size=micro,tiny output_dir=x/${seed}",
+        "--config-name=foo", "--resolve", "-m seed=1,2 --cfg job", "--info --run", "--config-dir=/nowhere",
+        "hydra.run.dir=x", "hydra.job.chdir=true", "-m seed=1,2 hydra.run.dir=x", "experiment=dca/depth",
+        "experiment=dca/depth model=dca", "-m run=outputs/default/base seed=1,2",
+    ):  # fmt: skip
+        with pytest.raises(UserError):
+            check_command_line(read_command_line(text.split()))
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments"),
-    [
-        ("train", ["size=1.6b", "optimzer.lr=1"]),
-        ("summary", ["size=1.6b"]),
-        ("train", ["size.num_kv_heads=3"]),
-        ("train", ["model=dca", "model.connection.version=9"]),
-    ],
-)
-def test_commands_exit_with_2_and_the_mistakes(
-    command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(command, arguments)
-    assert caught.value.code == 2
-    errors = capsys.readouterr().err
-    assert "did you mean" in errors or "must " in errors
-
-
-def test_a_process_exits_with_2_without_a_traceback(forks: Forks) -> None:
-    done = forks.run(["train.py", "size=1.6b", "optimzer.lr=1"])
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr + done.stdout
-    assert "did you mean" in done.stderr
+def test_commands_exit_with_2_and_the_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("train", "summary"):
+        with pytest.raises(SystemExit) as caught:
+            main(command, ["size=1.6b", "optimzer.lr=1"])
+        assert caught.value.code == 2
+        assert "did you mean" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        [
-            "model=depth_attention",
-            "model.attention.stride=0",
-            "model.attention.sources=x",
-            "model.attention.mixing=foo",
-        ],
+        ["model=depth_attention", "model.attention.stride=0", "model.attention.sources=x",
+         "model.attention.mixing=foo"],
         ["model=mhc", "model.connection.iterations=null", "model.connection.collapse=x"],
         ["model=moda", "model.attention.slots=0", "model.attention.ffn_kv=no_thanks"],
     ],
-)
+)  # fmt: skip
 def test_all_mistakes_of_a_mechanism_are_reported_together(overrides: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         compose(overrides)
