@@ -294,9 +294,10 @@ def test_every_mechanism_with_weights_of_sources_has_edges(mechanism: type) -> N
 
 
 ALL = [
-    *((connection, SELF) for connection in SOFTMAX),
-    (("attention_residuals", {"heads": 2, "query": "input_dependent"}), SELF),
-    (("attention_residuals", {"block_size": 3}), ("moda", {})),
+    (("attention_residuals", {"block_size": 3, "values": "normed", "separate_qkv": [1]}), SELF),
+    (("attention_residuals", {"heads": 2, "query": "input_dependent"}), ("moda", {})),
+    (("attention_residuals_recency", {"block_size": 2}), SELF),
+    (("depth_qkv", {}), SELF),
     (("denseformer", {}), ("depth_attention", {"stride": 1})),
     (("dca", {}), SELF),
     (("mudd", {}), ("value_residual", {"weights": "fixed"})),
@@ -315,7 +316,7 @@ def test_a_pass_from_the_middle_with_copies_equals_separate_passes(connection: M
     starts = prefixes(case.model, BATCH, reads)
     for layer in range(4):
         edges = [edge for edge in reads.all_edges() if edge.reader.layer == layer]
-        for how in ("zero", "mean", "permuted"):
+        for how in ("zero", "permuted"):
             apart = [losses(case.model, BATCH, Intervention(reads, [[edge]], how))[0] for edge in edges]
             together = Intervention(reads, [[edge] for edge in edges], how)
             found = losses(case.model, BATCH, together, len(edges), starts[layer]) if edges else []
