@@ -112,11 +112,12 @@ def test_mistakes_print_a_message_and_exit_with_2(
 def test_a_sweep_without_an_experiment_has_a_report(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    losses = {"mhc": {"1e-3": (3.0, 3.1), "3e-3": (2.8, 2.91)}, "vanilla": {"1e-3": (3.05, 3.16), "3e-3": (2.9, 3.0)}}
+    losses = {"mhc": {1e-3: (3.0, 3.1), 3e-3: (2.8, 2.91)}, "vanilla": {1e-3: (3.05, 3.16), 3e-3: (2.9, 3.0)}}
     folders = {}
     for point in sweep_points(["model=vanilla,mhc", "optimizer.lr=1e-3,3e-3", "seed=1,2"]):
         folders[point.label, point.seed] = point.directory
-        write_run(point.directory, losses[point.mechanism][point.settings["optimizer.lr"]][int(point.seed or 0) - 1])
+        of_seeds = losses[point.mechanism][float(point.settings["optimizer.lr"])]
+        write_run(point.directory, of_seeds[int(point.seed or 0) - 1])
     run(monkeypatch, "model=vanilla,mhc", "optimizer.lr=1e-3,3e-3", "seed=1,2")
     shown = capsys.readouterr().out
     lines = [line.strip() for line in shown.splitlines() if "lr " in line]

@@ -1,6 +1,5 @@
 """The content of an experiment's report: tables, states, protocol."""
 
-import fcntl
 import json
 from pathlib import Path
 
@@ -88,16 +87,6 @@ def test_a_half_finished_sweep_reports_the_progress_of_each_run() -> None:
     assert "pale lines that end in a cross" in text
 
 
-def test_a_run_that_is_training_is_running() -> None:
-    folder = write_run(directories(RULE)[1], 2.9, done=0.5)
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        text = reported(RULE)
-    assert "3 runs: 1 running, 2 waiting." in text
-    assert row(text, "Uniform \\| Mix")[:2] == ["running", "20"]
-    assert row(text, "Uniform \\| Mix", 1) == [MISSING, DASH, DASH]
-
-
 def test_an_empty_sweep_has_only_the_papers_numbers() -> None:
     text = reported(RULE)
     assert "3 runs: 3 waiting." in text
@@ -107,17 +96,6 @@ def test_an_empty_sweep_has_only_the_papers_numbers() -> None:
     assert Path("report/bars.png").exists()
     assert not Path("report/loss_curves.png").exists()
     assert "Nothing to draw yet." in text
-
-
-def test_incomplete_files_count_as_empty() -> None:
-    rule = directories(RULE, "smoke")
-    write_run(rule[0], 3.0)
-    for name in ("summary.json", "config.yaml", "metrics.jsonl"):
-        file = Path(rule[0], name)
-        file.write_text(file.read_text()[:-5] + "{")
-    text = reported(RULE, "smoke")
-    assert row(text, "Vanilla")[:2] == ["stopped", "39"]
-    assert row(text, "Vanilla", 1)[0] == MISSING
 
 
 def test_a_non_finite_loss_gives_no_number() -> None:
@@ -233,13 +211,6 @@ def test_the_best_is_marked_for_each_size_separately_where_seeds_separate_it() -
         "**3.1000 ± 0.1414**", "2.6000 ± 0.1414", "3.2050 ± 0.1485", "**2.4950 ± 0.1344**",
     ]  # fmt: skip
     assert row(text, "dca, tiny", 1) == ["vanilla, tiny", "-0.1050 \\[-0.1265, -0.0835\\]"]
-
-
-def test_no_row_is_the_best_where_the_seeds_do_not_separate_it() -> None:
-    of = experiment(points=[{"model": ["vanilla", "dca"]}], columns=COLUMNS)
-    for directory, loss in zip(directories(of, seeds=["1", "2"]), (3.0, 2.9, 3.2, 3.21), strict=True):
-        write_run(directory, loss)
-    assert row(reported(of, seeds=["1", "2"]), "dca") == ["2", "3.0550 ± 0.2192"]
 
 
 def test_a_run_with_another_protocol_is_reported() -> None:

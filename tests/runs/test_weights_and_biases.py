@@ -90,17 +90,6 @@ def test_online_falls_back_to_offline(
     assert tracker.id == "kept"
 
 
-def test_a_service_that_cannot_start_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def init(**settings: Any) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(wandb, "init", init)
-    tracker = start(tmp_path, None)
-    assert not tracker.services
-    tracker.write({"step": 1})
-    tracker.close(None)
-
-
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The logged warnings."""
@@ -120,15 +109,6 @@ def test_a_service_that_fails_stops_with_a_single_warning(warnings: list[str], t
     failing = tracked(Run(fails=True), tmp_path)
     failing.close({"loss": 1.0})
     assert len(warnings) == 2
-
-
-def test_rows_are_logged_with_their_step(tmp_path: Path) -> None:
-    run = Run()
-    tracker = tracked(run, tmp_path)
-    tracker.write({"step": 3, "loss": 1.0})
-    tracker.close({"validation_loss": 0.5})
-    assert run.rows == [(3, {"loss": 1.0})]
-    assert run.summary == {"validation_loss": 0.5}
 
 
 def test_a_call_that_hangs_delays_neither_steps_nor_the_end(

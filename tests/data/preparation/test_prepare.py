@@ -177,13 +177,6 @@ def test_of_a_few_documents_one_is_held_out(tmp_path: Path) -> None:
     assert held_out == ord(lowest)
 
 
-def test_a_short_file_is_cut_into_several_documents(tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("a line of text\n" * 200)
-    manifest = Manifest.read(prepare(Data(name="local", source="short.txt", tokenizer="bytes"))["local"])
-    assert manifest.train.documents > 20
-    assert manifest.validation["local"].documents >= 1
-
-
 def test_empty_text_or_a_single_document_is_an_error_and_creates_no_folder(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     data = Data(name="local", source="text", on_bad_document="skip")
@@ -193,19 +186,6 @@ def test_empty_text_or_a_single_document_is_an_error_and_creates_no_folder(tmp_p
         with pytest.raises(DataError, match=words):
             prepare(data)
         assert not folder.exists()
-
-
-def test_the_held_out_files_are_the_validation_set_and_nothing_else_is_held_out(tmp_path: Path) -> None:
-    for name, texts in {"train": ["one two", "three"], "val": ["four"]}.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    data = Data(
-        name="own", source=".", files="train*", validation_files="val*", tokenizer="bytes", validation_fraction=0.5
-    )
-    prepare(data)
-    corpus = open_corpus(data)
-    read = {"train": corpus.train["own"], "validation": corpus.validation["own"]}
-    texts = {name: corpus.tokenizer.decode(tokens.read(0, len(tokens))) for name, tokens in read.items()}
-    assert texts == {"train": "one two<|endoftext|>three<|endoftext|>", "validation": "four<|endoftext|>"}
 
 
 def test_each_source_of_a_mixture_gets_its_share_of_max_tokens_and_further_sets_are_held_out_completely(
