@@ -336,19 +336,6 @@ def test_a_class_named_on_the_command_line_needs_no_trust(mine: str) -> None:
     assert from_run("model/connection=residual").model.connection["_target_"].startswith("depthlm.")
 
 
-def test_an_optimizer_of_the_user_is_imported_only_if_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_optimizer.py").write_text("import torch\n\nclass Mine(torch.optim.SGD):\n    pass\n")
-    (tmp_path / "my_conf/optimizer").mkdir(parents=True)
-    (tmp_path / "my_conf/optimizer/mine.yaml").write_text("name: mine\n_target_: my_optimizer.Mine\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    save(BASE, "optimizer=mine", config_dir="my_conf")
-    with pytest.raises(UserError, match=r"optimizer is from my_optimizer\. .* add trust=my_optimizer "):
-        from_run("seed=2")
-    for overrides in (["trust=my_optimizer"], ["optimizer._target_=my_optimizer.Mine"]):
-        assert from_run(*overrides).optimizer._target_ == "my_optimizer.Mine"
-    assert from_run("optimizer=muon", "optimizer.momentum=0.9").optimizer.momentum == 0.9
-
-
 def test_selecting_the_same_part_does_not_rename_the_mechanism() -> None:
     save(BASE, "model/connection=mhc", "model/attention=moda")
     assert from_run("model/attention=moda").model.name == "mhc+moda"

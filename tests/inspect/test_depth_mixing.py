@@ -338,43 +338,12 @@ class Highway(Residual):
         return Hidden((1 - carry) * state.h + carry * output_btd)
 
 
-class LinearHighway(Highway):
-    def weights(self, state: Hidden) -> Tensor:
-        return self.gate(state)
-
-
-def test_your_own_connection_is_exact_if_it_fixes_its_weights(build: Build) -> None:
-    model = build("model=vanilla").double()
-    for connection in model.connections:
-        connection.__class__ = LinearHighway
-    recorder = Recorder()
-    model(TOKENS, observer=recorder)
-    gates = [np.asarray(connection.weights(state)) for connection, state in recorder.reads]
-    weights, rows = np.zeros((OUTPUTS, *gates[0].shape)), []
-    weights[0] = 1
-    for number, gate in enumerate(gates):
-        rows.append(weights.mean((1, 2, 3)))
-        weights = (1 - gate) * weights
-        if number < OUTPUTS - 1:
-            weights[number + 1] = gate
-    same(matrix(model), rows)
-
-
 def test_a_matrix_with_derivatives_of_weights_is_reported(build: Build) -> None:
     model = build("model=vanilla").double()
     for connection in model.connections:
         connection.__class__ = Highway
     _, (warning,) = depth_mixing(model, [TOKENS])
     assert "Highway defines no weights(state)" in warning
-
-
-def test_the_weights_of_a_residual_sum_are_white() -> None:
-    axes = mixing_picture([("vanilla, micro", np.tril(np.ones((5, 5))))]).draw().axes[0]
-    image = axes.images[0]
-    assert image.cmap(image.norm(1.0))[:3] == pytest.approx((1, 1, 1), abs=0.04)
-    below, above = (image.cmap(image.norm(weight)) for weight in (0.5, 1.5))
-    assert below[2] > below[0]
-    assert above[0] > above[2]
 
 
 def test_matrices_share_one_scale_and_name_their_sublayers() -> None:

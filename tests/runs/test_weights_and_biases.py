@@ -130,17 +130,6 @@ def test_a_call_that_hangs_delays_neither_steps_nor_the_end(
     assert warnings[1:] == [warnings[0].replace("it did not finish within 0 s", "it did not accept the last 3 rows")]
 
 
-def test_a_start_that_hangs_times_out_and_the_run_keeps_its_id(
-    warnings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(service, "START", 0.2)
-    monkeypatch.setattr(wandb, "init", lambda **settings: threading.Event().wait())
-    tracker = start(tmp_path, "kept")
-    assert not tracker.services
-    assert tracker.id == "kept"
-    assert len(warnings) == 1
-
-
 def test_a_folder_of_wandb_that_cannot_be_created_is_logged_once(warnings: list[str], tmp_path: Path) -> None:
     (tmp_path / "wandb").touch()
     tracker = start(tmp_path, "kept", mode="offline")
