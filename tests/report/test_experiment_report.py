@@ -218,24 +218,19 @@ def test_a_run_with_another_protocol_is_reported() -> None:
     text = reported(RULE)
     assert "- Vanilla: optimizer.lr: 0.5, not 0.003" in text
     assert "log_every" not in text
+    # assumptions that a budget replaces are omitted
+    assert "- a cosine" in text
+    assert "- a cosine" not in reported(RULE, "smoke")
 
 
-def test_an_experiment_without_columns_reports_the_validation_loss() -> None:
-    of = experiment(points=[{"model": "vanilla"}])
-    write_run(directories(of)[0], 2.5)
-    text = reported(of)
-    assert row(text, "vanilla") == ["2.5000"]
-    assert "paper" not in text.split("## Results")[1].split("–:")[0]
-
-
-def test_the_real_sizes_of_the_models_are_listed() -> None:
+def test_an_experiment_without_columns_reports_the_validation_loss_and_the_real_sizes_of_its_models() -> None:
     of = experiment(points=[{"model": ["vanilla", "dca"]}])
     for directory, parameters in zip(directories(of, "smoke"), (370_000, 380_000), strict=True):
-        write_run(directory, parameters=parameters)
-    size = default_config("smoke").size
-    assert row(reported(of, "smoke"), size.name) == [
-        str(size.num_layers), str(size.hidden_size), "370K to 380K", "40K",
-    ]  # fmt: skip
+        write_run(directory, 2.5, parameters=parameters)
+    text, size = reported(of, "smoke"), default_config("smoke").size
+    assert row(text, "vanilla") == ["2.5000"]
+    assert "paper" not in text.split("## Results")[1].split("–:")[0]
+    assert row(text, size.name) == [str(size.num_layers), str(size.hidden_size), "370K to 380K", "40K"]
 
 
 def test_the_validation_loss_stands_in_for_metrics_that_no_run_has() -> None:
@@ -253,12 +248,6 @@ def test_the_validation_loss_stands_in_for_metrics_that_no_run_has() -> None:
     text = reported(of, "smoke")
     assert "stands in for them" not in text
     assert "for PIQA (`zero_shot/piqa`). `python -m depthlm evaluate run=<run> tasks=...` measures tasks." in text
-
-
-def test_assumptions_that_the_budget_replaces_are_omitted() -> None:
-    of = experiment(points=[{"model": "vanilla"}], assumed=["a cosine"])
-    assert "- a cosine" in reported(of, "paper")
-    assert "- a cosine" not in reported(of, "smoke")
 
 
 def test_a_picture_of_inspect_is_shown_or_the_command_that_draws_it() -> None:

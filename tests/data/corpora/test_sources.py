@@ -26,20 +26,12 @@ def docs(data: Data) -> Iterator[tuple[str, str]]:
     return documents(text_files(data.name, data).train, data.text_field or "", cut)
 
 
-def test_a_folder_gives_its_files_in_sorted_order_for_any_creation_order(tmp_path: Path) -> None:
-    for name in ("b/z.txt", "b/a.md", "a.txt", "c.bin", "b-a.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    expected = [(name, name) for name in ("a.txt", "b-a.txt", "b/a.md", "b/z.txt")]
-    assert list(docs(Data(source=str(tmp_path)))) == expected
-
-
-def test_hidden_files_are_skipped_and_newlines_are_kept(tmp_path: Path) -> None:
-    for hidden in (".git", "__pycache__"):
-        (tmp_path / hidden).mkdir()
-        (tmp_path / hidden / "a.txt").write_text("no")
-    (tmp_path / "good.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
-    assert list(docs(Data(source=str(tmp_path)))) == [("good.txt", "\ufeffa\r\nb\rc\n")]
+def test_a_folder_gives_its_visible_files_in_sorted_order_with_their_newlines(tmp_path: Path) -> None:
+    names = ["LICENSE.txt", "README.md", "a.txt", "b-a.txt", "b/a.md", "b/z.txt"]
+    write(tmp_path, *reversed(names), "c.bin", "package.json", ".git/a.txt", "__pycache__/a.txt")
+    assert list(docs(Data(source=str(tmp_path)))) == [(name, name) for name in names]
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
+    assert list(docs(Data(source=str(tmp_path))))[2] == ("a.txt", "\ufeffa\r\nb\rc\n")
 
 
 @pytest.mark.parametrize("line", ["a line of text\r\n", "é", "\n", "x" * 3 * PIECE + "\n"])
@@ -152,12 +144,6 @@ def test_the_card_and_licence_of_a_downloaded_data_set_are_not_text(
         f"files about the data set: {len(ABOUT + code)} ({rest(tmp_path, [*read, '.gitattributes'])})",
         "hidden files and folders: 1 (.gitattributes)",
     )
-
-
-def test_a_folder_of_text_is_read_with_its_readme(tmp_path: Path) -> None:
-    write(tmp_path, "README.md", "LICENSE.txt", "package.json", "docs/a.md")
-    files = text_files("own", Data(source=str(tmp_path)))
-    assert [file.name for file in files.train] == ["LICENSE.txt", "README.md", "docs/a.md"]
 
 
 def test_a_data_set_of_which_nothing_is_read_says_what_it_has(tmp_path: Path) -> None:
