@@ -107,7 +107,7 @@ def test_the_unigram_entropy_is_that_of_the_train_tokens(local: Local) -> None:
     assert corpus.unigram_entropy == pytest.approx(expected, rel=1e-12)
 
 
-def test_max_tokens_prepares_and_trains_on_the_first_tokens(local: Local) -> None:
+def test_max_tokens_and_fraction_prepare_and_train_on_the_first_tokens(local: Local) -> None:
     prepare(local())
     prepare(local(max_tokens=400))
     whole, cut = open_corpus(local()), open_corpus(local(max_tokens=400))
@@ -117,11 +117,7 @@ def test_max_tokens_prepares_and_trains_on_the_first_tokens(local: Local) -> Non
     assert held.read(0, len(held)).tolist() == whole.validation["local"].read(0, len(held)).tolist()
     prepare(local(max_tokens=10**9))
     assert open_corpus(local(max_tokens=10**9)).tokens == whole.tokens
-
-
-def test_fraction_uses_the_first_part_of_the_prepared_tokens(local: Local) -> None:
-    prepare(local())
-    whole, half = open_corpus(local()), open_corpus(local(fraction=0.5))
+    half = open_corpus(local(fraction=0.5))
     assert half.folders == whole.folders
     assert half.tokens == math.ceil(whole.tokens / 2)
     assert len(half.validation["local"]) == len(whole.validation["local"])

@@ -110,6 +110,14 @@ def test_an_edit_that_keeps_the_size_is_noted(
     folder = prepare(local())["local"]
     prepare(local())
     assert "note" not in capsys.readouterr().err
+    # token files of an earlier version have no times
+    manifest = Manifest.read(folder)
+    text = (folder / "manifest.json").read_bytes()
+    del manifest.source["times"]
+    manifest.write(folder)
+    prepare(local())
+    assert capsys.readouterr().err == ""
+    (folder / "manifest.json").write_bytes(text)
     before, text = content(folder), file.read_bytes()
     file.write_bytes(text.replace(b"one", b"two"))
     assert file.read_bytes() != text
@@ -117,17 +125,6 @@ def test_an_edit_that_keeps_the_size_is_noted(
     prepare(local())
     assert "may have changed (the same names and sizes, but files were written" in capsys.readouterr().err
     assert content(folder) == before
-
-
-def test_token_files_of_an_earlier_version_without_times_are_not_noted(
-    local: Local, capsys: pytest.CaptureFixture[str]
-) -> None:
-    manifest = Manifest.read(folder := prepare(local())["local"])
-    del manifest.source["times"]
-    manifest.write(folder)
-    capsys.readouterr()
-    prepare(local())
-    assert capsys.readouterr().err == ""
 
 
 def test_a_document_longer_than_a_token_file_and_a_batch_stays_one_document(
@@ -153,12 +150,14 @@ def test_a_document_in_parts_has_no_prefix_spaces_inside(
     assert content(prepare(local(tokenizer=str(tokenizer), path="cut"))["local"]) == content(whole)
 
 
-def test_a_folder_with_other_files_is_not_touched(local: Local) -> None:
+def test_a_folder_with_other_files_is_not_touched_and_one_that_cannot_be_written_is_an_error(local: Local) -> None:
     Path("precious").mkdir()
     Path("precious/thesis.tex").write_text("years")
     with pytest.raises(DataError, match="empty folder"):
         prepare(local(path="precious"))
     assert content(Path("precious")) == {"thesis.tex": b"years"}
+    with pytest.raises(DataError, match="cannot prepare token files"):
+        prepare(local(path="precious/thesis.tex/tokens"))
 
 
 def test_of_a_few_documents_one_is_held_out(tmp_path: Path) -> None:
@@ -231,12 +230,6 @@ def test_too_little_space_is_an_error_before_anything_is_written(local: Local, m
     with pytest.raises(DataError, match=r"will take about .*, and 10 bytes are free"):
         prepare(local())
     assert left_over(token_folders(local())["local"]) == set()
-
-
-def test_a_folder_that_cannot_be_written_is_an_error(local: Local) -> None:
-    Path("file").write_text("")
-    with pytest.raises(DataError, match="cannot prepare token files"):
-        prepare(local(path="file/tokens"))
 
 
 def prefixing_tokenizer() -> str:
