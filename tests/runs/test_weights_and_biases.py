@@ -41,28 +41,18 @@ class Run:
     """The part of a W&B run that depthlm uses; with `fails`, its calls raise."""
 
     def __init__(self, fails: bool = False, **settings: Any) -> None:
-        self.id, self.url, self.settings, self.rows, self.fails = (
-            settings.get("id") or "new",
-            "url",
-            settings,
-            [],
-            fails,
-        )
-        self.summary: dict[str, Any] = {}
+        self.id, self.url, self.fails, self.summary = settings.get("id") or "new", "url", fails, dict[str, Any]()
 
     def log(self, row: dict[str, Any], step: int) -> None:
         if self.fails:
             raise OSError("No space left on device")
-        self.rows.append((step, row))
 
     def finish(self) -> None:
         if self.fails:
             raise OSError("No space left on device")
 
 
-@pytest.fixture
-def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The modes in which W&B was started; online fails."""
+def test_online_falls_back_to_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[str] = []
 
     def init(**settings: Any) -> Run:
@@ -72,22 +62,17 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return Run(**settings)
 
     monkeypatch.setattr(wandb, "init", init)
-    return asked
-
-
-@pytest.mark.parametrize(
-    ("mode", "key", "expected"),
-    [("auto", True, ["online", "offline"]), ("auto", False, ["offline"]), ("offline", True, ["offline"]),
-     ("online", False, ["online", "offline"])],
-)  # fmt: skip
-def test_online_falls_back_to_offline(
-    modes: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, key: bool, expected: list[str]
-) -> None:
-    monkeypatch.setattr(weights_and_biases, "has_key", lambda: key)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    tracker = start(tmp_path, "kept", mode=mode)
-    assert modes == expected
-    assert tracker.id == "kept"
+    for mode, key, expected in (
+        ("auto", True, ["online", "offline"]),
+        ("auto", False, ["offline"]),
+        ("offline", True, ["offline"]),
+        ("online", False, ["online", "offline"]),
+    ):
+        asked.clear()
+        monkeypatch.setattr(weights_and_biases, "has_key", lambda key=key: key)
+        assert start(tmp_path, "kept", mode=mode).id == "kept"
+        assert asked == expected
 
 
 @pytest.fixture
@@ -163,10 +148,8 @@ def test_a_service_that_dies_does_not_delay_the_run(warnings: list[str], tmp_pat
     again.close(None)
     assert again.id == tracker.id
     assert len(warnings) == 1
-    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{tracker.id}"))) in (
-        1,
-        2,
-    )  # named by second
+    # named by second
+    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{tracker.id}"))) in (1, 2)
 
 
 @pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="mounts a small disk")
