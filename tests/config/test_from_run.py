@@ -62,57 +62,39 @@ MIXTURE = (
 @pytest.mark.parametrize(
     "overrides",
     [
-        (),
         ("size=micro", "data.tokenizer=bytes", "training.max_tokens=1M", "training.batch_tokens=64K"),
         ("size=1.5b", "data=fineweb_edu", "deepspeed=zero1", "schedule=wsd", "schedule.warmup_steps=10"),
         ("model/attention=depth_attention", "model/connection=mhc", "model.loops=2", "optimizer=muon"),
-        ("model=dca", "model/connection=mhc", "precision=fp32", "data.validation_fraction=0.1"),
         MIXTURE,
     ],
-    ids=lambda overrides: " ".join(overrides)[:40] or "default",
+    ids=lambda overrides: " ".join(overrides)[:40],
 )
 def test_without_overrides_the_configuration_is_that_of_the_run(overrides: tuple[str, ...]) -> None:
     saved = save(BASE, *overrides)
     assert from_run() == saved
 
 
-@pytest.mark.parametrize(
-    ("experiment", "budget"),
-    [("depth_attention/stride", "smoke"), ("dca/related_work", "gpu_hour")],
-)
-def test_a_budget_is_not_applied_again(experiment: str, budget: str) -> None:
-    point = sweep_points([f"experiment={experiment}", f"budget={budget}"])[-1]
+def test_a_budget_is_not_applied_again() -> None:
+    point = sweep_points(["experiment=dca/related_work", "budget=smoke"])[-1]
     saved = save("outputs/point", *point.checkable())
     assert from_run(run="outputs/point") == saved
     longer = from_run("training.max_steps=777", run="outputs/point")
-    assert without_place(longer) == without_place(
-        dataclasses.replace(
-            saved, training=dataclasses.replace(saved.training, max_steps=777, max_tokens=None, max_epochs=None)
-        )
-    )
+    training = dataclasses.replace(saved.training, max_steps=777, max_tokens=None, max_epochs=None)
+    assert without_place(longer) == without_place(dataclasses.replace(saved, training=training))
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("optimizer.lr=0.002", "seed=7"),
-        ("model=dca",),
-        ("model/attention=moda",),
-        ("model=moda", "model/connection=mhc", "model.loops=2"),
-        ("schedule=wsd", "schedule.decay_ratio=0.3"),
-        ("optimizer=muon",),
-        ("training.max_tokens=1M",),
-        ("data=local", "data.source=texts"),
-        ("model/connection=attention_residuals", "model.connection.block_size=2"),
-        MIXTURE,
-    ],
-    ids=lambda overrides: " ".join(overrides)[:40],
-)
-def test_overrides_have_the_same_effect_on_a_run_as_from_scratch(overrides: tuple[str, ...]) -> None:
+def test_overrides_have_the_same_effect_on_a_run_as_from_scratch() -> None:
     own = ("size=micro", "data.vocab_size=4096", "training.batch_size=4", "training.sequence_length=64")
     save(BASE, *own)
-    fresh = compose_anywhere([*own, *overrides])
-    assert without_place(from_run(*overrides)) == without_place(fresh)
+    for overrides in (
+        ("model=dca", "optimizer.lr=0.002", "seed=7"),
+        ("model/attention=moda", "optimizer=muon"),
+        ("model=moda", "model/connection=mhc", "model.loops=2", "training.max_tokens=1M"),
+        ("schedule=wsd", "schedule.decay_ratio=0.3", "data=local", "data.source=texts"),
+        ("model/connection=attention_residuals", "model.connection.block_size=2"),
+        MIXTURE,
+    ):
+        assert without_place(from_run(*overrides)) == without_place(compose_anywhere([*own, *overrides])), overrides
 
 
 def test_an_override_of_a_mixture_changes_only_its_key() -> None:
@@ -142,31 +124,25 @@ def test_settings_of_a_single_invocation_are_not_inherited() -> None:
     assert (config.training.log_every, config.training.keep_last, config.output_dir) == (4, 7, BASE)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "directory"),
-    [
-        ((), BASE),
-        (("training.log_every=3", "tracker=none", "resume=never"), BASE),
-        (("tracker=[wandb,tensorboard]",), BASE),
-        (("deepspeed=zero2", "kernels=torch", "training.micro_batch_size=2"), BASE),
-        # the same values as in the run
-        (("model=vanilla", "seed=1", "optimizer.betas=[0.9,0.95]"), BASE),
-        (("training.max_steps=900", "resume=extend"), BASE),
-        (("training.max_tokens=9M", "resume=extend"), BASE),
-        (("training.max_steps=900",), "outputs/default/vanilla-tiny-seed1-max_steps900"),
-        (("training.max_steps=900", "resume=extend", "seed=2"), "outputs/default/vanilla-tiny-seed2-max_steps900"),
-        (("seed=2", "optimizer.lr=0.1", "tracker=none"), "outputs/default/vanilla-tiny-seed2-lr0.1"),
-        (("++seed=2",), "outputs/default/vanilla-tiny-seed2"),
-        (("seed=2", "output_dir=elsewhere/${model.name}-${seed}"), "elsewhere/vanilla-2"),
-        (("seed=2", "++output_dir=elsewhere"), "elsewhere"),
-        (("output_dir=elsewhere",), "elsewhere"),
-        (("seed=2", "output_dir=null"), "outputs/default/vanilla-tiny-seed2"),
-        (("output_dir=null",), BASE),
-    ],
-)
-def test_overrides_that_affect_the_result_give_a_new_run_directory(overrides: tuple[str, ...], directory: str) -> None:
+def test_overrides_that_affect_the_result_give_a_new_run_directory() -> None:
     save(BASE)
-    assert from_run(*overrides).output_dir == directory
+    for text, directory in {
+        "training.log_every=3 tracker=[wandb,tensorboard] resume=never": BASE,
+        "deepspeed=zero2 kernels=torch training.micro_batch_size=2": BASE,
+        # the same values as in the run
+        "model=vanilla seed=1 optimizer.betas=[0.9,0.95]": BASE,
+        "training.max_steps=900 resume=extend": BASE,
+        "training.max_tokens=9M resume=extend": BASE,
+        "training.max_steps=900": "outputs/default/vanilla-tiny-seed1-max_steps900",
+        "training.max_steps=900 resume=extend seed=2": "outputs/default/vanilla-tiny-seed2-max_steps900",
+        "++seed=2 optimizer.lr=0.1 tracker=none": "outputs/default/vanilla-tiny-seed2-lr0.1",
+        "seed=2 output_dir=elsewhere/${model.name}-${seed}": "elsewhere/vanilla-2",
+        "seed=2 ++output_dir=elsewhere": "elsewhere",
+        "output_dir=elsewhere": "elsewhere",
+        "seed=2 output_dir=null": "outputs/default/vanilla-tiny-seed2",
+        "output_dir=null": BASE,
+    }.items():
+        assert from_run(*text.split()).output_dir == directory, text
 
 
 def test_the_name_of_a_derived_run_begins_with_that_of_its_origin() -> None:
@@ -236,7 +212,7 @@ def test_a_long_run_name_is_shortened() -> None:
     assert all(len(directory.name) < 200 and directory.parent == Path("runs") for directory in directories)
 
 
-def test_changes_list_only_settings_that_affect_the_result() -> None:
+def test_changes_list_only_settings_that_affect_the_result_and_a_fork_has_a_new_directory() -> None:
     save(BASE, "training.max_steps=600")
     run = Path(BASE)
     assert changes(run, from_run("seed=2", "training.log_every=1", "kernels=torch")) == {
@@ -244,13 +220,9 @@ def test_changes_list_only_settings_that_affect_the_result() -> None:
     }
     assert changes(run, from_run("training.max_steps=900")).keys() == {"training.max_steps"}
     assert changes(run, from_run("training.max_steps=900", "resume=extend")) == {}
-
-
-def test_forking_from_the_run_gives_a_new_run_directory() -> None:
-    save(BASE)
-    config = from_run(f"fork_from={BASE}", "optimizer.lr=0.1")
-    assert (config.fork_from, config.optimizer.lr) == (BASE, 0.1)
-    assert config.output_dir != BASE
+    forked = from_run(f"fork_from={BASE}", "optimizer.lr=0.1")
+    assert (forked.fork_from, forked.optimizer.lr) == (BASE, 0.1)
+    assert forked.output_dir != BASE
 
 
 def test_all_mistakes_are_reported_together() -> None:
@@ -278,37 +250,30 @@ def test_all_mistakes_are_reported_together() -> None:
     assert missing == {"data.sources.a.weight=x: "}
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("size.hidden_size=0", "size.hidden_size=0: must be an integer, at least 1"),
-        ("model.connection.spn=3", "has no such setting"),
-        ("data.sources.a.wight=3", "no such key; did you mean `weight`?"),
-        ("data.sources.a.weight=x", "data.sources.a.weight=x: must be a number, above 0, or null"),
-        ("training.max_steps=null", "the run has no length"),
-        ("size.num_kv_heads=3", "must divide"),
-    ],
-)
-def test_an_invalid_value_is_explained(override: str, message: str) -> None:
+def test_an_invalid_value_is_explained() -> None:
     save(BASE, *MIXTURE)
-    assert message in "\n".join(mistakes(override))
+    for override, message in {
+        "size.hidden_size=0": "size.hidden_size=0: must be an integer, at least 1",
+        "model.connection.spn=3": "has no such setting",
+        "data.sources.a.wight=3": "no such key; did you mean `weight`?",
+        "data.sources.a.weight=x": "data.sources.a.weight=x: must be a number, above 0, or null",
+        "training.max_steps=null": "the run has no length",
+        "size.num_kv_heads=3": "must divide",
+    }.items():
+        assert message in "\n".join(mistakes(override))
 
 
-def test_a_sweep_does_not_accept_run() -> None:
+def test_run_goes_with_no_sweep_and_names_exactly_one_directory() -> None:
     save(BASE)
     with pytest.raises(ConfigError, match="run=: resumes or varies one run"):
         check_points([f"run={BASE}", "seed=1,2"])
-
-
-@pytest.mark.parametrize("overrides", [["run="], ["run=a", "run=b"]])
-def test_run_must_name_exactly_one_directory(overrides: list[str]) -> None:
-    with pytest.raises(UserError, match="give one run directory"):
-        depthlm.compose(overrides)
-
-
-def test_the_info_flag_of_hydra_is_refused_with_run() -> None:
+    for overrides in (["run="], ["run=a", "run=b"]):
+        with pytest.raises(UserError, match="give one run directory"):
+            depthlm.compose(overrides)
     with pytest.raises(UserError, match="--info: not with run="):
         read_command_line(["--info", "config", f"run={BASE}"])
+    with pytest.raises(ConfigError, match="trust"):
+        depthlm.compose(["trust=my_depth"])
 
 
 @pytest.mark.parametrize(
@@ -316,15 +281,12 @@ def test_the_info_flag_of_hydra_is_refused_with_run() -> None:
     [
         (None, "no run in it"),
         (b"", "it has no keys"),
-        (b"- 1\n", "it has no keys"),
         (b"\xff\xfe\x00", "cannot be read"),
-        (b"size: {a: [", "cannot be read"),
         (b"seed: 1\nseed: 2\n", "cannot be read"),
         (b"seed: ${a", "seed=${a: must be an integer"),
         (b"seed: ${oc.env:HOME}\n", "seed=${oc.env:HOME}: must be an integer"),
         (b"a: &a [1]\nb: *a\n", "cannot be read"),
         (b"[" * 5000, "cannot be read"),
-        (b"seed: abc\n", "seed=abc: must be an integer"),
         (b"of_another_version: 1\n", "of_another_version=1: no such key"),
     ],
 )
@@ -374,26 +336,8 @@ def test_a_class_named_on_the_command_line_needs_no_trust(mine: str) -> None:
     assert from_run("model/connection=residual").model.connection["_target_"].startswith("depthlm.")
 
 
-def test_an_optimizer_of_the_user_is_imported_only_if_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_optimizer.py").write_text("import torch\n\nclass Mine(torch.optim.SGD):\n    pass\n")
-    (tmp_path / "my_conf/optimizer").mkdir(parents=True)
-    (tmp_path / "my_conf/optimizer/mine.yaml").write_text("name: mine\n_target_: my_optimizer.Mine\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    save(BASE, "optimizer=mine", config_dir="my_conf")
-    with pytest.raises(UserError, match=r"optimizer is from my_optimizer\. .* add trust=my_optimizer "):
-        from_run("seed=2")
-    for overrides in (["trust=my_optimizer"], ["optimizer._target_=my_optimizer.Mine"]):
-        assert from_run(*overrides).optimizer._target_ == "my_optimizer.Mine"
-    assert from_run("optimizer=muon", "optimizer.momentum=0.9").optimizer.momentum == 0.9
-
-
 def test_selecting_the_same_part_does_not_rename_the_mechanism() -> None:
     save(BASE, "model/connection=mhc", "model/attention=moda")
     assert from_run("model/attention=moda").model.name == "mhc+moda"
     assert from_run("model/attention=moda").output_dir == BASE
     assert from_run("model/attention=depth_attention").model.name == "mhc+moda,attention=depth_attention"
-
-
-def test_trust_is_allowed_only_with_run() -> None:
-    with pytest.raises(ConfigError, match="trust"):
-        depthlm.compose(["trust=my_depth"])

@@ -47,14 +47,8 @@ def test_a_name_has_mechanism_size_and_seed_and_then_what_differs(overrides: lis
 
 
 def test_a_name_omits_overrides_that_do_not_affect_the_result() -> None:
-    silent = [
-        "output_dir=x",
-        "training.log_every=3",
-        "tracker=none",
-        "training.stop_after=4",
-        "training.checkpoint_every=9",
-    ]
-    assert run_name(["size=micro", *silent]) == "vanilla-micro-seed1"
+    silent = ["output_dir=x", "training.log_every=3", "tracker=none", "training.stop_after=4"]
+    assert run_name(["size=micro", *silent, "training.checkpoint_every=9"]) == "vanilla-micro-seed1"
 
 
 def test_a_report_on_a_choice_has_a_folder_of_its_own() -> None:
@@ -82,10 +76,6 @@ def test_different_settings_have_different_names(settings: list[tuple[str, str]]
     assert all(len(name) <= LONGEST and "/" not in name and name.isprintable() for name in names)
 
 
-def test_the_defaults_are_those_of_the_default_configuration() -> None:
-    assert leading(depthlm.compose()) == DEFAULTS
-
-
 def test_every_key_has_a_short_name_of_its_own() -> None:
     short = {short_key(name) for name in keys()}
     assert len(short) == len(keys())
@@ -95,69 +85,57 @@ def test_every_key_has_a_short_name_of_its_own() -> None:
 
 
 def test_settings_have_short_texts() -> None:
-    texts = [
-        setting_text("optimizer", "muon"),
-        setting_text("optimizer.lr", "1e-3"),
-        setting_text("data.source", "/a/b/"),
-    ]
-    assert texts == ["muon", "lr 1e-3", "source b"]
+    given = {"optimizer": "muon", "optimizer.lr": "1e-3", "data.source": "/a/b/"}
+    assert [setting_text(name, value) for name, value in given.items()] == ["muon", "lr 1e-3", "source b"]
     same_end = setting_texts("data.source", ["/a/b", "/c/b"])
     assert same_end == {"/a/b": "source /a/b", "/c/b": "source /c/b"}
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (["data=lm1b"], ["backbone=lm1b"]),
-        (["data.revision=1.1"], ["data.revision=1.10"]),
-        (["data.suffixes=[a,b]"], ["data.suffixes=[a-b]"]),
-        (["model.connection.n=2"], ["model.attention.n=2"]),
-    ],
-)
-def test_different_overrides_have_different_names(first: list[str], second: list[str]) -> None:
-    assert run_name(first) != run_name(second)
+def test_different_overrides_have_different_names_and_spellings_have_one() -> None:
+    for first, second in (
+        ("data=lm1b", "backbone=lm1b"),
+        ("data.revision=1.1", "data.revision=1.10"),
+        ("data.suffixes=[a,b]", "data.suffixes=[a-b]"),
+        ("model.connection.n=2", "model.attention.n=2"),
+    ):
+        assert run_name([first]) != run_name([second])
+    for spelling, text in (("model='mhc'", "model=mhc"), ('seed="2"', "seed=2"), ("data.name='abc'", "data.name=abc"),
+                           ("++size.tied_embeddings=True", "size.tied_embeddings=true")):  # fmt: skip
+        assert run_name([spelling]) == run_name([text])
+
+
+def test_a_number_has_the_same_text_in_every_spelling() -> None:
+    for text, spellings in {
+        "1e-3": ("0.001", "1e-3", "1E-03", "0.0010", "1.0e-3"),
+        "0.1": ("0.1", "1e-1", "0.10", ".1"),
+        "3e-5": ("3e-05", "0.00003"),
+        "-2.5": ("-2.5",),
+        "100000": ("1e5", "1e+5", "100000"),
+        "10B": ("10B", "10_000_000_000", "10000M"),
+        "10000": ("10k", "10000"),
+        "1": ("1.0",),
+    }.items():
+        assert {normal_value("optimizer.lr", value) for value in spellings} == {text}
+        assert len({run_name([f"optimizer.lr={value}", "data.source=/a/b"]) for value in spellings}) == 1
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("overrides", "current", "earlier"),
     [
-        (["model='mhc'", 'seed="2"'], ["model=mhc", "seed=2"]),
-        (["++size.tied_embeddings=True"], ["size.tied_embeddings=true"]),
-        (["data.name='abc'"], ["data.name=abc"]),
+        (["seed=2", "model=mhc", "experiment=mine/it"], "mine/it/mhc-tiny-seed2", "mine/it/model-mhc__seed-2"),
+        # named by its defaults
+        (["optimizer.lr=3e-3"], "default/vanilla-tiny-seed1", "default/vanilla-tiny-seed1-lr3e-3"),
     ],
 )
-def test_a_setting_has_one_name_in_every_spelling(first: list[str], second: list[str]) -> None:
-    assert run_name(first) == run_name(second)
-
-
-@pytest.mark.parametrize(
-    ("spellings", "text"),
-    [
-        (("0.001", "1e-3", "1E-03", "0.0010", "1.0e-3"), "1e-3"),
-        (("0.1", "1e-1", "0.10", ".1"), "0.1"),
-        (("3e-05", "0.00003"), "3e-5"),
-        (("-2.5",), "-2.5"),
-        (("1e5", "1e+5", "100000"), "100000"),
-        (("600",), "600"),
-        (("10B", "10_000_000_000", "10000M"), "10B"),
-        (("10k", "10000"), "10000"),
-        (("1.0",), "1"),
-    ],
-)
-def test_a_number_has_the_same_text_in_every_spelling(spellings: tuple[str, ...], text: str) -> None:
-    assert {normal_value("optimizer.lr", value) for value in spellings} == {text}
-    assert len({run_name([f"optimizer.lr={value}", "data.source=/a/b"]) for value in spellings}) == 1
-
-
-def test_a_run_of_the_earlier_rule_keeps_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_an_earlier_rule_keeps_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], current: str, earlier: str
+) -> None:
     monkeypatch.chdir(tmp_path)
-    overrides = ["seed=2", "model=mhc", "experiment=mine/it"]
-    current, earlier = "outputs/mine/it/mhc-tiny-seed2", "outputs/mine/it/model-mhc__seed-2"
-    assert run_directory(overrides, DEFAULTS) == current
-    Path(earlier).mkdir(parents=True)
-    assert run_directory(overrides, DEFAULTS) == earlier
-    Path(current).mkdir()
-    assert run_directory(overrides, DEFAULTS) == current
+    assert run_directory(overrides, DEFAULTS) == f"outputs/{current}"
+    Path("outputs", earlier).mkdir(parents=True)
+    assert run_directory(overrides, DEFAULTS) == f"outputs/{earlier}"
+    Path("outputs", current).mkdir()
+    assert run_directory(overrides, DEFAULTS) == f"outputs/{current}"
 
 
 @pytest.mark.parametrize(
@@ -193,16 +171,6 @@ def test_what_the_points_of_an_experiment_set_is_named() -> None:
     assert not any("betas" in folder for folder in folders)
 
 
-def test_a_run_named_by_its_defaults_keeps_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    current, earlier = "outputs/default/vanilla-tiny-seed1", "outputs/default/vanilla-tiny-seed1-lr3e-3"
-    assert run_directory(["optimizer.lr=3e-3"], DEFAULTS) == current
-    Path(earlier).mkdir(parents=True)
-    assert run_directory(["optimizer.lr=3e-3"], DEFAULTS) == earlier
-    Path(current).mkdir()
-    assert run_directory(["optimizer.lr=3e-3"], DEFAULTS) == current
-
-
 def test_a_run_may_be_named() -> None:
     config = depthlm.compose(["name='${model.name}, seed ${seed}'", "model=mhc"])
     assert (config.name, config.output_dir) == ("mhc, seed 1", "outputs/default/mhc, seed 1")
@@ -220,4 +188,5 @@ def test_a_run_may_be_named() -> None:
 
 
 def test_the_experiment_sets_what_the_overrides_do_not() -> None:
+    assert leading(depthlm.compose()) == DEFAULTS
     assert run_name(["seed=3"], Leading("moda", "moda_700m", "1")) == "moda-moda_700m-seed3"

@@ -12,15 +12,16 @@ from depthlm.config.saved import compare
 SMALL = ["size=micro", "data.tokenizer=bytes"]
 # overrides, and those that must be among the reproduced ones
 CASES = {
-    "default": ([], []),
     "mechanism": (["model=dca", "model.connection.last_k=2", "seed=3"], ["model=dca", "model.connection.last_k=2"]),
     "pair": (
         ["model/connection=mhc", "model/attention=depth_attention", "model.connection.num_streams=2"],
         ["model/connection=mhc", "model/attention=depth_attention", "model.connection.num_streams=2"],
     ),
-    "lengths": (["training.max_tokens=1B", "schedule.warmup_steps=10"], ["training.max_tokens=1B"]),
-    "batch in tokens": (["training.batch_tokens=64K", "size.lr=2e-3"], ["training.batch_tokens=64K"]),
-    "lists": (["optimizer=muon", "optimizer.betas=[0.8,0.9]"], ["optimizer=muon", "optimizer.betas=[0.8,0.9]"]),
+    "lengths and lists": (
+        ["training.max_tokens=1B", "schedule.warmup_steps=10", "training.batch_tokens=64K", "size.lr=2e-3",
+         "optimizer=muon", "optimizer.betas=[0.8,0.9]"],
+        ["training.max_tokens=1B", "training.batch_tokens=64K", "optimizer=muon", "optimizer.betas=[0.8,0.9]"],
+    ),
     "mixture": (
         ["data.sources.a.source=a", "data.sources.a.weight=1", "data.sources.b.source=b", "data.sources.b.weight=2"],
         ["data.sources.b.source=b"],
@@ -31,7 +32,7 @@ CASES = {
         ["parametrization=completep", "parametrization.base_size=tiny"],
     ),
     "budget": (["experiment=depth_attention/main", "model=mhc", "budget=smoke"], ["model=mhc"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

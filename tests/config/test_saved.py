@@ -20,11 +20,6 @@ from depthlm.optimizers import Optimizer
 from depthlm.runs.directory import check_run_directory
 
 
-def test_a_class_without_a_module_is_reported_as_damage() -> None:
-    with pytest.raises(UserError, match=r"run: model\.connection\._target_ names no class \(None\)"):
-        check_trusted({"model.connection": "None"}, (), "run")
-
-
 def test_only_modules_of_depthlm_and_trusted_ones_are_imported() -> None:
     check_trusted(
         {
@@ -38,6 +33,8 @@ def test_only_modules_of_depthlm_and_trusted_ones_are_imported() -> None:
     for target in ("depthlm_too.A", "mine.A", "torch.hub.load"):
         with pytest.raises(UserError, match="Loading the run imports that code"):
             check_trusted({"optimizer": target}, ["min"], "run")
+    with pytest.raises(UserError, match=r"run: model\.connection\._target_ names no class \(None\)"):
+        check_trusted({"model.connection": "None"}, (), "run")
 
 
 def test_the_hint_on_trust_works_as_printed() -> None:
@@ -71,23 +68,18 @@ def test_a_run_of_an_older_version_has_the_defaults_of_newer_keys() -> None:
     assert list(compare(now, older)) == ["model.connection.own_embedding", "size.num_experts"]
 
 
-def test_a_run_of_an_older_version_has_the_defaults_of_a_newer_section() -> None:
+def test_a_run_of_an_older_version_has_the_defaults_of_a_newer_section_and_the_values_of_its_names() -> None:
     now: dict[str, Any] = {"optimizer": asdict(Optimizer())}
     older = {"optimizer": {name: value for name, value in now["optimizer"].items() if name != "groups"}}
     assert compare(older, now) == {}
     now["optimizer"]["groups"]["matrix"]["lr_scale"] = 0.5
     assert compare(older, now) == {"optimizer.groups.matrix.lr_scale": "the run has 1.0, this command gives 0.5"}
-
-
-def test_a_value_of_an_earlier_version_equals_what_it_is_called_now() -> None:
     target = {"_target_": "depthlm.mechanisms.attention_residuals.AttentionResiduals"}
-
-    def with_key_norm(value: object) -> dict[str, object]:
-        return {"model": {"connection": {**target, "key_norm": value}}}
-
-    assert compare(with_key_norm(True), with_key_norm("weighted")) == {}
-    assert compare(with_key_norm(False), with_key_norm("none")) == {}
-    assert compare(with_key_norm(True), with_key_norm("none")).keys() == {"model.connection.key_norm"}
+    true, false, weighted, none = (
+        {"model": {"connection": {**target, "key_norm": value}}} for value in (True, False, "weighted", "none")
+    )
+    assert compare(true, weighted) == compare(false, none) == {}
+    assert compare(true, none).keys() == {"model.connection.key_norm"}
 
 
 OWN = {

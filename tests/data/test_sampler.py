@@ -68,14 +68,11 @@ def test_an_epoch_has_every_window_once(seed: int, n: int) -> None:
         assert sorted(order[epoch * n : (epoch + 1) * n]) == list(range(n))
 
 
-def test_each_epoch_and_seed_has_its_own_order() -> None:
+def test_each_epoch_and_seed_has_its_own_order_which_never_changes() -> None:
     orders = {
         tuple(sample_windows((seed,), epoch * 500 + np.arange(500), 500)) for seed in range(5) for epoch in range(5)
     }
     assert len(orders) == 25
-
-
-def test_the_order_of_a_seed_never_changes() -> None:
     # pinned: another order would break the resuming of existing runs
     assert sample_windows((1,), 24 + np.arange(8), 1000).tolist() == [312, 171, 183, 374, 897, 252, 369, 990]
 
@@ -140,10 +137,9 @@ def test_the_document_length_counts_what_the_document_mask_lets_tokens_attend_to
     assert batches.document_length(999, 10) == 40
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_loader_gives_the_steps_in_order_for_any_number_of_workers(tmp_path: Path, num_workers: int) -> None:
+def test_the_loader_gives_the_steps_in_order_outside_shared_memory(tmp_path: Path) -> None:
     batches = Batches({"train": written(tmp_path, 1000)}, sequence_length=9, batch_size=4, seed=3, micro_batch=2)
-    loaded = list(loader(batches, 5, 12, num_workers=num_workers))
+    loaded = list(loader(batches, 5, 12, num_workers=2))
     assert len(loaded) == 7
     assert all(torch.equal(batch, batches[step]) for step, batch in enumerate(loaded, 5))
     # a batch in /dev/shm could find no room there

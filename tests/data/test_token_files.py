@@ -1,6 +1,7 @@
 import hashlib
 import json
 import math
+import os
 import pickle
 from collections import Counter
 from collections.abc import Callable
@@ -106,7 +107,7 @@ def test_the_unigram_entropy_is_that_of_the_train_tokens(local: Local) -> None:
     assert corpus.unigram_entropy == pytest.approx(expected, rel=1e-12)
 
 
-def test_max_tokens_prepares_and_trains_on_the_first_tokens(local: Local) -> None:
+def test_max_tokens_and_fraction_prepare_and_train_on_the_first_tokens(local: Local) -> None:
     prepare(local())
     prepare(local(max_tokens=400))
     whole, cut = open_corpus(local()), open_corpus(local(max_tokens=400))
@@ -116,69 +117,47 @@ def test_max_tokens_prepares_and_trains_on_the_first_tokens(local: Local) -> Non
     assert held.read(0, len(held)).tolist() == whole.validation["local"].read(0, len(held)).tolist()
     prepare(local(max_tokens=10**9))
     assert open_corpus(local(max_tokens=10**9)).tokens == whole.tokens
-
-
-def test_fraction_uses_the_first_part_of_the_prepared_tokens(local: Local) -> None:
-    prepare(local())
-    whole, half = open_corpus(local()), open_corpus(local(fraction=0.5))
+    half = open_corpus(local(fraction=0.5))
     assert half.folders == whole.folders
     assert half.tokens == math.ceil(whole.tokens / 2)
     assert len(half.validation["local"]) == len(whole.validation["local"])
 
 
-def _truncate(folder: Path) -> None:
-    file = folder / "train-00000.bin"
-    file.write_bytes(file.read_bytes()[:-2])
-
-
-def _flip(folder: Path) -> None:
-    file = folder / "validation-local-00000.bin"
+def _flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[5] ^= 1
     file.write_bytes(content)
 
 
-def _other_version(folder: Path) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"version": 0}))
+def _change(manifest: Path, **values: object) -> None:
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | values))
 
 
-def _change(folder: Path, **values: object) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | values))
+NO_TOKENS = {"tokens": None, "documents": 1, "bytes": 1, "files": []}
+DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
+    ("train-00000.bin", lambda file: os.truncate(file, file.stat().st_size - 2), "bytes where the manifest says"),
+    ("train-00000.bin", Path.unlink, "is missing"),
+    ("manifest.json", lambda file: file.write_text('{"version": 1'), "not a manifest"),
+    ("manifest.json", lambda file: file.write_text("[]"), "not a manifest"),
+    ("manifest.json", Path.unlink, "no token files"),
+    ("manifest.json", lambda file: _change(file, version=0), "version 0"),
+    ("manifest.json", lambda file: _change(file, dtype="float99"), "not a manifest"),
+    ("manifest.json", lambda file: _change(file, vocab_size="many"), "not a manifest"),
+    ("manifest.json", lambda file: _change(file, train=NO_TOKENS), "not a manifest"),
+    ("tokenizer.json", lambda file: file.write_text(file.read_text() + "\n"), "not the one"),
+]
 
 
-def _other_tokenizer(folder: Path) -> None:
-    file = folder / "tokenizer.json"
-    file.write_text(file.read_text() + "\n")
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (_truncate, "bytes where the manifest says"),
-        (lambda folder: (folder / "train-00000.bin").unlink(), "is missing"),
-        (lambda folder: (folder / "manifest.json").write_text('{"version": 1'), "not a manifest"),
-        (lambda folder: (folder / "manifest.json").write_text("[]"), "not a manifest"),
-        (lambda folder: (folder / "manifest.json").unlink(), "no token files"),
-        (_other_version, "version 0"),
-        (lambda folder: _change(folder, dtype="float99"), "not a manifest"),
-        (lambda folder: _change(folder, vocab_size="many"), "not a manifest"),
-        (lambda folder: _change(folder, train={"tokens": None, "documents": 1, "bytes": 1, "files": []}), "not a man"),
-        (_other_tokenizer, "not the one"),
-    ],
-)
-def test_opening_damaged_token_files_is_an_error(local: Local, damage: Callable[[Path], object], message: str) -> None:
+def test_opening_damaged_token_files_is_an_error_and_verify_finds_one_flipped_bit(local: Local) -> None:
     folder = prepare(local())["local"]
-    damage(folder)
-    with pytest.raises(DataError, match=message) as caught:
-        open_corpus(local())
-    assert str(folder) in str(caught.value)
-
-
-def test_verify_finds_one_flipped_bit(local: Local) -> None:
-    folder = prepare(local())["local"]
-    _flip(folder)
+    for name, damage, message in DAMAGES:
+        content = (folder / name).read_bytes()
+        damage(folder / name)
+        with pytest.raises(DataError, match=message) as caught:
+            open_corpus(local())
+        assert str(folder) in str(caught.value)
+        (folder / name).write_bytes(content)
+    _flip(folder / "validation-local-00000.bin")
     with pytest.raises(DataError, match="validation-local-00000"):
         verify(folder)
 

@@ -43,9 +43,8 @@ def changes(model: Decoder, mode: Any = "edges", **settings: Any) -> dict[str, A
     return {name: array for picture in pictures for name, array in picture.arrays.items()}
 
 
-@pytest.mark.parametrize("preset", ["vanilla", "shared_kv"])
-def test_a_mechanism_without_edges_is_refused(build: Build, preset: str) -> None:
-    model = build(f"model={preset}")
+def test_a_mechanism_without_edges_is_refused(build: Build) -> None:
+    model = build("model=shared_kv")
     with pytest.raises(UserError, match=r"^ablate=edges: .* has no weights of sources .*: attention_residuals, "):
         ablate(model, BATCHES, "edges")
     with pytest.raises(UserError, match=r"^prune=2: .* has no sources over depth"):
@@ -177,9 +176,8 @@ def test_pruning_keeps_the_greedily_chosen_sources(
     assert reads == ["final"]
 
 
-@pytest.mark.parametrize("attention", ["moda", "depth_attention"])
-def test_a_pruned_model_generates_and_exports(build: Build, attention: str) -> None:
-    overrides = "model=attention_residuals", f"model/attention={attention}"
+def test_a_pruned_model_generates_and_exports(build: Build) -> None:
+    overrides = "model=attention_residuals", "model/attention=moda"
     complete = build(*overrides)
     kept = {"mlp_2": [[0]], "layer_3": [[0, 2]]}
     config = composed(*overrides)

@@ -16,22 +16,6 @@ from torch import Tensor
 import depthlm.mechanisms
 from depthlm.inspect.ablation import WITH_EDGES
 from depthlm.inspect.interventions import Batch, Edge, Intervention, losses, prefixes, record
-from depthlm.mechanisms.attention_residuals import AttentionResiduals
-from depthlm.mechanisms.attention_residuals_recency import AttentionResidualsRecency
-from depthlm.mechanisms.dca import DeepCrossAttention
-from depthlm.mechanisms.denseformer import DenseFormer
-from depthlm.mechanisms.depth_attention import DepthAttention
-from depthlm.mechanisms.depth_qkv import DepthQKV
-from depthlm.mechanisms.embedding_skip import EmbeddingSkip
-from depthlm.mechanisms.hyper_connections import HyperConnections
-from depthlm.mechanisms.laurel import Laurel
-from depthlm.mechanisms.mhc import ManifoldHyperConnections
-from depthlm.mechanisms.moda import Moda
-from depthlm.mechanisms.mrla import MRLA
-from depthlm.mechanisms.mudd import Mudd
-from depthlm.mechanisms.residual import Residual
-from depthlm.mechanisms.unet_skip import UnetSkip
-from depthlm.mechanisms.value_residual import ValueResidual
 from depthlm.model import Backbone, Connection, Decoder, Size, initialize
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.edges import Kept, Reader
@@ -39,25 +23,16 @@ from depthlm.model.edges import Kept, Reader
 from ..model.literal import attentions, connections
 from ..model.literal.decoder import literal_logits
 
-CLASSES: dict[str, Any] = {
-    "attention_residuals": AttentionResiduals,
-    "attention_residuals_recency": AttentionResidualsRecency,
-    "dca": DeepCrossAttention,
-    "denseformer": DenseFormer,
-    "depth_attention": DepthAttention,
-    "depth_qkv": DepthQKV,
-    "embedding_skip": EmbeddingSkip,
-    "hyper_connections": HyperConnections,
-    "laurel": Laurel,
-    "mhc": ManifoldHyperConnections,
-    "moda": Moda,
-    "mrla": MRLA,
-    "mudd": Mudd,
-    "residual": Residual,
-    "self_attention": SelfAttention,
-    "unet_skip": UnetSkip,
-    "value_residual": ValueResidual,
-}
+
+def mechanisms() -> Iterator[type]:
+    for module in pkgutil.iter_modules(depthlm.mechanisms.__path__, "depthlm.mechanisms."):
+        for member in vars(importlib.import_module(module.name)).values():
+            is_own = isinstance(member, type) and member.__module__ == module.name
+            if is_own and issubclass(member, Connection | SelfAttention):
+                yield member
+
+
+CLASSES = {"self_attention": SelfAttention} | {kind.__module__.rpartition(".")[2]: kind for kind in mechanisms()}
 TOKENS = torch.randint(17, (2, 5), generator=torch.Generator().manual_seed(0))
 BATCH = TOKENS[:, :-1], TOKENS[:, 1:]
 Parameters = dict[str, Tensor]
@@ -272,14 +247,6 @@ def test_the_residual_map_of_streams_as_the_identity() -> None:
         case.same(case.without(*case.reads.all_edges()), case.literal(changed, identity))
 
 
-def mechanisms() -> Iterator[type]:
-    for module in pkgutil.iter_modules(depthlm.mechanisms.__path__, "depthlm.mechanisms."):
-        for member in vars(importlib.import_module(module.name)).values():
-            is_own = isinstance(member, type) and member.__module__ == module.name
-            if is_own and issubclass(member, Connection | SelfAttention):
-                yield member
-
-
 @pytest.mark.parametrize("mechanism", [*mechanisms()], ids=lambda mechanism: mechanism.__name__)
 def test_every_mechanism_with_weights_of_sources_has_edges(mechanism: type) -> None:
     part = "connection" if issubclass(mechanism, Connection) else "attention"
@@ -294,9 +261,10 @@ def test_every_mechanism_with_weights_of_sources_has_edges(mechanism: type) -> N
 
 
 ALL = [
-    *((connection, SELF) for connection in SOFTMAX),
-    (("attention_residuals", {"heads": 2, "query": "input_dependent"}), SELF),
-    (("attention_residuals", {"block_size": 3}), ("moda", {})),
+    (("attention_residuals", {"block_size": 3, "values": "normed", "separate_qkv": [1]}), SELF),
+    (("attention_residuals", {"heads": 2, "query": "input_dependent"}), ("moda", {})),
+    (("attention_residuals_recency", {"block_size": 2}), SELF),
+    (("depth_qkv", {}), SELF),
     (("denseformer", {}), ("depth_attention", {"stride": 1})),
     (("dca", {}), SELF),
     (("mudd", {}), ("value_residual", {"weights": "fixed"})),
@@ -315,7 +283,7 @@ def test_a_pass_from_the_middle_with_copies_equals_separate_passes(connection: M
     starts = prefixes(case.model, BATCH, reads)
     for layer in range(4):
         edges = [edge for edge in reads.all_edges() if edge.reader.layer == layer]
-        for how in ("zero", "mean", "permuted"):
+        for how in ("zero", "permuted"):
             apart = [losses(case.model, BATCH, Intervention(reads, [[edge]], how))[0] for edge in edges]
             together = Intervention(reads, [[edge] for edge in edges], how)
             found = losses(case.model, BATCH, together, len(edges), starts[layer]) if edges else []

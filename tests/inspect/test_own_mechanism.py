@@ -55,7 +55,9 @@ def config_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_its_pictures_are_drawn(config_dir: Path) -> None:
+def test_its_pictures_are_drawn_and_a_figure_needs_a_name_for_each_axis(
+    config_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = depthlm.compose([*SHAPE, "model/connection=leaky", "model/attention=moda"], config_dir=config_dir)
     model = depthlm.build_model(config).eval()
     pictures, messages = collect(model, [TOKENS])
@@ -70,15 +72,10 @@ def test_its_pictures_are_drawn(config_dir: Path) -> None:
     matrix, warnings = depth_mixing(model, [TOKENS])
     assert warnings == []
     np.testing.assert_allclose(matrix[2], [0.75**2, 0.75 * 0.25, 0.25, *[np.nan] * 6], rtol=1e-5)
-
-
-def test_a_figure_needs_a_name_for_each_axis(config_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = depthlm.build_model(depthlm.compose([*SHAPE, "model/connection=leaky"], config_dir=config_dir))
-    figures = type(model.connections[0]).figures
+    kind = type(model.connections[0])
+    figures = kind.figures
     monkeypatch.setattr(
-        type(model.connections[0]),
-        "figures",
-        lambda self, state: [figure._replace(axes=("part",)) for figure in figures(self, state)],
+        kind, "figures", lambda self, state: [figure._replace(axes=("part",)) for figure in figures(self, state)]
     )
     with pytest.raises(ValueError, match=r"Leaky: figure gate of shape \(2, 3, 12\) has axes \('part',\)"):
         collect(model, [TOKENS])

@@ -1,17 +1,20 @@
 """The array of each picture equals weights that were set by hand."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import depthlm
 from depthlm.inspect import collect
 from depthlm.locations import CONF
 from depthlm.model import Connection, Decoder, Observer
 
-from .conftest import TOKENS
+from ..options import option
+from .conftest import TOKENS, composed
 
 nan = float("nan")
 Find = Callable[..., dict[str, Any]]
@@ -57,12 +60,9 @@ def test_depth_attention_in_loops_and_with_uniform_weights(build: Build, arrays:
     same(found["depth_attention_weights"], expected)
 
 
-@pytest.mark.parametrize("block_size", [1, 3])
-def test_attention_residuals_with_scalars(build: Build, arrays: Find, block_size: int) -> None:
-    model = build(
-        "model=attention_residuals", "model.connection.mixing=scalars", f"model.connection.block_size={block_size}"
-    )
-    counts = [1 + -(-sublayer // block_size) for sublayer in range(9)]
+def test_attention_residuals_with_scalars(build: Build, arrays: Find) -> None:
+    model = build("model=attention_residuals", "model.connection.mixing=scalars", "model.connection.block_size=3")
+    counts = [1 + -(-sublayer // 3) for sublayer in range(9)]
     expected = np.full((9, counts[-1]), nan)
     for sublayer, count in enumerate(counts):
         model.connections[sublayer].scores.copy_(torch.tensor(shares(count)).log())
@@ -101,10 +101,9 @@ def test_attention_residuals_with_scores(build: Build, arrays: Find) -> None:
     same(arrays(model, tokens)["attention_residuals_weights_mlp"][0, :2], found[0].numpy())
 
 
-@pytest.mark.parametrize("values", ["raw", "normed"])
-def test_attention_residuals_with_queries_for_q_k_and_v_of_some_layers(build: Build, arrays: Find, values: str) -> None:
+def test_attention_residuals_with_queries_for_q_k_and_v_of_some_layers(build: Build, arrays: Find) -> None:
     settings = ["model.connection.block_size=4", "model.connection.separate_qkv=[0, 2]"]
-    model = build("model=attention_residuals", *settings, f"model.connection.values={values}")
+    model = build("model=attention_residuals", *settings, "model.connection.values=normed")
     model.embedding.weight.fill_(0.1)
     # every entry of the embedding is its root mean square
     model.connections[4].query[1] = np.log(3) / 16
@@ -140,9 +139,8 @@ def test_learned_biases_of_grn(build: Build, arrays: Find, version: int) -> None
         assert np.nanmax(np.abs(found["dca_b_attention_deviation"])) < 1e-6
 
 
-@pytest.mark.parametrize("model", ["grn_v2", "dca"])
-def test_the_distribution_of_biases_over_the_hidden_size(build: Build, arrays: Find, model: str) -> None:
-    decoder = build(f"model={model}", "size.hidden_size=101", "size.head_size=8")
+def test_the_distribution_of_biases_over_the_hidden_size(build: Build, arrays: Find) -> None:
+    decoder = build("model=dca", "size.hidden_size=101", "size.head_size=8")
     for connection in decoder.connections[::2]:
         # the numbers from -50 to 50 in any order, around another number for each input and source
         inputs, sources, width = connection.b.shape
@@ -151,15 +149,13 @@ def test_the_distribution_of_biases_over_the_hidden_size(build: Build, arrays: F
     found = arrays(decoder)
     expected_psl = np.where(np.tri(5, 5)[None] == 1, 100 * np.arange(3)[:, None, None] + np.arange(5), nan)
     expected = np.add.outer([-45, 0, 45], expected_psl.swapaxes(0, 1))
-    inputs = 3 if model == "dca" else 1
-    same(found["dca_b_distribution_attention"], expected[:, :-1, :inputs])
+    same(found["dca_b_distribution_attention"], expected[:, :-1])
     same(found["dca_b_distribution_final"], expected[:, -1, :1])
 
 
-@pytest.mark.parametrize("gate", ["relu_of_sum", "printed"])
-def test_weights_of_dca_reproduce_its_inputs(build: Build, gate: str) -> None:
+def test_weights_of_dca_reproduce_its_inputs(build: Build) -> None:
     # in double precision, since the terms of its inputs cancel
-    model = build("model=dca", f"model.connection.gate={gate}").double()
+    model = build("model=dca").double()
     generator = torch.Generator().manual_seed(3)
     for connection in model.connections[::2]:
         # with the same b for all dimensions, the mean weights determine the input
@@ -290,8 +286,10 @@ def test_a_pair_has_the_pictures_of_both_mechanisms(build: Build) -> None:
 
 
 @pytest.mark.parametrize("connection", sorted(path.stem for path in (CONF / "model/connection").glob("*.yaml")))
-def test_the_sources_of_a_picture_are_not_those_of_the_batch(build: Build, connection: str) -> None:
-    model = build(f"model/connection={connection}")
+def test_the_sources_of_a_picture_are_not_those_of_the_batch(connection: str) -> None:
+    config = composed()
+    chosen = replace(config.model, connection=option("model/connection", connection))
+    model = depthlm.build_model(replace(config, model=chosen)).eval().requires_grad_(False)
     shapes = [
         {name: array.shape for picture in collect(model, [tokens])[0] for name, array in picture.arrays.items()}
         for tokens in (TOKENS[:2], TOKENS[:3])

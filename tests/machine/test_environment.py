@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,65 +29,49 @@ def test_a_driver_too_old_for_torch_is_reported_with_both_versions() -> None:
     assert "give device=cpu" in reason
 
 
-def test_an_older_driver_of_the_same_major_version_is_not_the_reason() -> None:
-    newer = replace(
-        OLD, driver="580.65.06", driver_cuda=(13, 0), torch_cuda="13.1", failure="system not yet initialized"
-    )
-    assert "CUDA does not start (system not yet initialized)" in (unusable(newer) or "")
-
-
-def test_a_cpu_build_of_torch_is_reported() -> None:
-    reason = unusable(replace(OLD, torch="2.13.0+cpu", torch_cuda=None)) or ""
-    assert "torch 2.13.0+cpu is built for the CPU only; install a build for CUDA 11.4 or older" in reason
-
-
-def test_a_missing_driver_library_is_reported() -> None:
-    assert "libcuda.so.1, the library of its driver 470.57.02, was not found" in (
-        unusable(replace(OLD, driver_cuda=None)) or ""
-    )
-
-
-@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
-def test_a_gpu_hidden_by_the_user_is_no_error(visible: str) -> None:
-    assert unusable(replace(OLD, visible=visible)) is None
-
-
-def test_an_invalid_cuda_visible_devices_is_shown() -> None:
-    typo = replace(OLD, driver_cuda=(13, 0), visible="7", failure="No CUDA GPUs are available")
-    assert "with CUDA_VISIBLE_DEVICES=7 (No CUDA GPUs are available)" in (unusable(typo) or "")
-
-
-def test_a_container_without_device_files_has_no_gpu() -> None:
-    assert unusable(replace(OLD, devices=())) is None
-
-
-def test_a_working_gpu_is_no_error() -> None:
-    assert unusable(replace(OLD, driver_cuda=(13, 0), failure=None)) is None
-
-
 @pytest.mark.parametrize(
-    ("text", "version"),
+    ("changes", "reason"),
     [
+        # of the same major version
+        (
+            {"driver": "580.65.06", "driver_cuda": (13, 0), "torch_cuda": "13.1", "failure": "not yet initialized"},
+            "CUDA does not start (not yet initialized)",
+        ),
+        (
+            {"torch": "2.13.0+cpu", "torch_cuda": None},
+            "torch 2.13.0+cpu is built for the CPU only; install a build for CUDA 11.4 or older",
+        ),
+        ({"driver_cuda": None}, "libcuda.so.1, the library of its driver 470.57.02, was not found"),
+        (
+            {"driver_cuda": (13, 0), "visible": "7", "failure": "No CUDA GPUs are available"},
+            "with CUDA_VISIBLE_DEVICES=7 (No CUDA GPUs are available)",
+        ),
+    ],
+)
+def test_the_reason_that_a_gpu_is_unusable_is_reported(changes: dict[str, Any], reason: str) -> None:
+    assert reason in (unusable(replace(OLD, **changes)) or "")
+
+
+def test_no_gpu_a_hidden_one_and_one_that_works_are_no_error() -> None:
+    hidden = [{"visible": visible} for visible in ("", "-1", "NoDevFiles")]
+    for changes in (*hidden, {"devices": ()}, {"driver_cuda": (13, 0), "failure": None}):
+        assert unusable(replace(OLD, **changes)) is None
+
+
+def test_driver_version_is_parsed(tmp_path: Path) -> None:
+    assert driver_version(tmp_path / "none") is None
+    for text, version in (
         ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13 16:14:05 UTC 2021\n", "470.57.02"),
         ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  555.42  Release Build  (root@x)\n", "555.42"),
         ("something else\n", None),
-        (None, None),
-    ],
-)
-def test_driver_version_is_parsed(tmp_path: Path, text: str | None, version: str | None) -> None:
-    file = tmp_path / "version"
-    if text is not None:
-        file.write_text(text)
-    assert driver_version(file) == version
+    ):
+        (tmp_path / "version").write_text(text)
+        assert driver_version(tmp_path / "version") == version
 
 
-@pytest.fixture
-def old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_gpu_is_an_error_unless_the_cpu_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(environment, "probe", lambda: OLD)
-
-
-def test_an_unusable_gpu_is_an_error_unless_the_cpu_is_requested(old_driver: None) -> None:
     for choice in ("auto", "cuda"):
         with pytest.raises(ConfigError, match=f"device={choice}: this machine has an NVIDIA GPU"):
             compose([f"device={choice}"])
@@ -96,10 +81,6 @@ def test_an_unusable_gpu_is_an_error_unless_the_cpu_is_requested(old_driver: Non
     assert environment.usable_device("cpu") == "cpu"
     # `compose_anywhere` skips checks of this machine
     assert compose_anywhere().device == "auto"
-
-
-def test_cuda_without_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(environment, "probe", lambda: replace(OLD, devices=()))
     with pytest.raises(ConfigError, match="device=cuda: there is no NVIDIA GPU that this process may use"):
         compose(["device=cuda"])
@@ -138,12 +119,7 @@ def test_device_cpu_is_used_despite_a_working_gpu(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_the_number_of_threads_has_a_reason(
-    monkeypatch: pytest.MonkeyPatch,
-    given: int | None,
-    launcher: str,
-    local_ranks: int,
-    variable: str | None,
-    text: str,
+    monkeypatch: pytest.MonkeyPatch, given: int | None, launcher: str, local_ranks: int, variable: Any, text: str
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(environment, "cores", lambda: 8)
@@ -154,21 +130,19 @@ def test_the_number_of_threads_has_a_reason(
 
 
 def test_an_unknown_device_has_no_peak() -> None:
-    assert environment.peak_flops("AMD EPYC", "bf16") is None
-    assert environment.peak_flops("NVIDIA H200", "fp32") is None
-    assert environment.peak_flops("NVIDIA H200", "bf16") == 989e12
-    assert environment.peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16") is None
-    assert environment.peak_flops("NVIDIA RTX A4000", "bf16") is None
-    assert environment.peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
-    assert environment.peak_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
+    for name, precision, peak in (
+        ("AMD EPYC", "bf16", None),
+        ("NVIDIA H200", "fp32", None),
+        ("NVIDIA H200", "bf16", 989e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
+        ("NVIDIA RTX A4000", "bf16", None),
+        ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
+    ):
+        assert environment.peak_flops(name, precision) == peak
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "width", "expected"),
-    [({"amx_bf16": True}, 128, "bf16"), ({"amx_bf16": True}, 64, "fp32"), ({"avx512": True}, 4096, "fp32")],
-)
-def test_a_cpu_takes_bf16_where_it_is_faster(
-    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], width: int, expected: str
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    assert environment.fast_precision("cpu", width) == expected
+def test_a_cpu_takes_bf16_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, width, expected in (("amx_bf16", 128, "bf16"), ("amx_bf16", 64, "fp32"), ("avx512", 4096, "fp32")):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda capability=capability: {capability: True})
+        assert environment.fast_precision("cpu", width) == expected

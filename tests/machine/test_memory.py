@@ -30,16 +30,13 @@ def test_cgroup_v2_limits_are_those_of_the_group_and_its_parents(tmp_path):
            "slurm--job--step--memory_dot_max": "max", "elsewhere--memory_dot_max": "1"},
     )  # fmt: skip
     assert sorted(cgroup_limits(root)) == [500, 900]
+    assert list(cgroup_limits(tmp_path / "elsewhere")) == []
 
 
 def test_cgroup_v1_limits_are_those_of_the_memory_controller(tmp_path):
     limits = {f"memory--{path}memory_dot_limit_in_bytes": text for path, text in (("", "800"), ("a--", "300"))}
     root = machine(tmp_path, "5:cpu,cpuacct:/b\n4:memory:/a/gone\n", **limits)
     assert sorted(cgroup_limits(root)) == [300, 800]
-
-
-def test_without_proc_there_is_no_limit(tmp_path):
-    assert list(cgroup_limits(tmp_path)) == []
 
 
 def test_ranks_of_a_node_share_the_smaller_of_ram_and_limit(monkeypatch):
@@ -56,10 +53,6 @@ def test_a_gpu_rank_has_all_memory_of_its_gpu(monkeypatch):
     assert available_memory(torch.device("cuda", 1), 8) == 80 * 2**30
 
 
-def test_process_bytes_is_plausible():
-    assert 2**26 < process_bytes() < 2**36
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="not Linux")
 def test_the_peak_of_a_process_is_not_that_of_the_process_that_started_it() -> None:
     held = bytearray(2**29)
@@ -67,3 +60,4 @@ def test_the_peak_of_a_process_is_not_that_of_the_process_that_started_it() -> N
     program = "from depthlm.machine.memory import peak_process_bytes; print(peak_process_bytes())"
     peak = int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
     assert peak < peak_process_bytes() - 2**28
+    assert 2**26 < process_bytes() <= peak_process_bytes()

@@ -8,6 +8,7 @@ import yaml
 
 from depthlm.__main__ import main
 from depthlm.report.command import show_results
+from depthlm.sweeps import sweep_points
 
 from .made_up import row, write_run
 
@@ -32,6 +33,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     main()
 
 
+@pytest.mark.usefixtures("real_directories")
 def test_report_prints_the_main_table_and_the_path(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -47,6 +49,7 @@ def test_report_prints_the_main_table_and_the_path(
     assert "[A]" in Path("outputs/pair/report/report.md").read_text().replace("\\", "")
 
 
+@pytest.mark.usefixtures("real_directories")
 def test_a_sweep_without_runs_ends_with_the_command_that_trains_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,6 +65,7 @@ def test_a_sweep_without_runs_ends_with_the_command_that_trains_it(
     assert capsys.readouterr().out.endswith(f"{trained}{beside}")
 
 
+@pytest.mark.usefixtures("real_directories")
 def test_overrides_select_points_and_changes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     write_run("outputs/pair/dca-tiny-seed1", 2.25)
     write_run("outputs/pair/dca-tiny-seed2", 2.75)
@@ -108,11 +112,12 @@ def test_mistakes_print_a_message_and_exit_with_2(
 def test_a_sweep_without_an_experiment_has_a_report(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    losses = {"mhc": {"1e-3": (3.0, 3.1), "3e-3": (2.8, 2.91)}, "vanilla": {"1e-3": (3.05, 3.16), "3e-3": (2.9, 3.0)}}
-    for model, by_rate in losses.items():
-        for rate, of_seeds in by_rate.items():
-            for seed, loss in enumerate(of_seeds, 1):
-                write_run(f"outputs/default/{model}-tiny-seed{seed}-lr{rate}", loss)
+    losses = {"mhc": {1e-3: (3.0, 3.1), 3e-3: (2.8, 2.91)}, "vanilla": {1e-3: (3.05, 3.16), 3e-3: (2.9, 3.0)}}
+    folders = {}
+    for point in sweep_points(["model=vanilla,mhc", "optimizer.lr=1e-3,3e-3", "seed=1,2"]):
+        folders[point.label, point.seed] = point.directory
+        of_seeds = losses[point.mechanism][float(point.settings["optimizer.lr"])]
+        write_run(point.directory, of_seeds[int(point.seed or 0) - 1])
     run(monkeypatch, "model=vanilla,mhc", "optimizer.lr=1e-3,3e-3", "seed=1,2")
     shown = capsys.readouterr().out
     lines = [line.strip() for line in shown.splitlines() if "lr " in line]
@@ -128,10 +133,11 @@ def test_a_sweep_without_an_experiment_has_a_report(
     run(monkeypatch, "model=vanilla,mhc", "optimizer.lr=1e-3,3e-3", "seed=1,2", "baseline=mhc")
     assert "against mhc" in Path(f"{folder}-baseline-mhc/report.md").read_text()
     assert (folder / "report.md").read_text() == text
-    assert row(text, "mhc, lr 1e-3, seed 2")[-1] == "outputs/default/mhc-tiny-seed2-lr1e-3"
+    assert row(text, "mhc, lr 1e-3, seed 2")[-1] == folders["mhc, lr 1e-3", "2"]
     assert "| size               | tiny" in text
 
 
+@pytest.mark.usefixtures("real_directories")
 def test_the_protocol_has_the_precision_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def precision(*overrides: str) -> list[str]:
         run(monkeypatch, *overrides, "to=report")
@@ -145,6 +151,7 @@ def test_the_protocol_has_the_precision_of_the_runs(monkeypatch: pytest.MonkeyPa
     assert precision("precision=bf16") == ["bf16"]
 
 
+@pytest.mark.usefixtures("real_directories")
 def test_the_results_of_a_sweep_are_printed_with_the_command_that_prints_them_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

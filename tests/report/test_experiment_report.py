@@ -1,6 +1,5 @@
 """The content of an experiment's report: tables, states, protocol."""
 
-import fcntl
 import json
 from pathlib import Path
 
@@ -88,16 +87,6 @@ def test_a_half_finished_sweep_reports_the_progress_of_each_run() -> None:
     assert "pale lines that end in a cross" in text
 
 
-def test_a_run_that_is_training_is_running() -> None:
-    folder = write_run(directories(RULE)[1], 2.9, done=0.5)
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        text = reported(RULE)
-    assert "3 runs: 1 running, 2 waiting." in text
-    assert row(text, "Uniform \\| Mix")[:2] == ["running", "20"]
-    assert row(text, "Uniform \\| Mix", 1) == [MISSING, DASH, DASH]
-
-
 def test_an_empty_sweep_has_only_the_papers_numbers() -> None:
     text = reported(RULE)
     assert "3 runs: 3 waiting." in text
@@ -107,17 +96,6 @@ def test_an_empty_sweep_has_only_the_papers_numbers() -> None:
     assert Path("report/bars.png").exists()
     assert not Path("report/loss_curves.png").exists()
     assert "Nothing to draw yet." in text
-
-
-def test_incomplete_files_count_as_empty() -> None:
-    rule = directories(RULE, "smoke")
-    write_run(rule[0], 3.0)
-    for name in ("summary.json", "config.yaml", "metrics.jsonl"):
-        file = Path(rule[0], name)
-        file.write_text(file.read_text()[:-5] + "{")
-    text = reported(RULE, "smoke")
-    assert row(text, "Vanilla")[:2] == ["stopped", "39"]
-    assert row(text, "Vanilla", 1)[0] == MISSING
 
 
 def test_a_non_finite_loss_gives_no_number() -> None:
@@ -235,36 +213,24 @@ def test_the_best_is_marked_for_each_size_separately_where_seeds_separate_it() -
     assert row(text, "dca, tiny", 1) == ["vanilla, tiny", "-0.1050 \\[-0.1265, -0.0835\\]"]
 
 
-def test_no_row_is_the_best_where_the_seeds_do_not_separate_it() -> None:
-    of = experiment(points=[{"model": ["vanilla", "dca"]}], columns=COLUMNS)
-    for directory, loss in zip(directories(of, seeds=["1", "2"]), (3.0, 2.9, 3.2, 3.21), strict=True):
-        write_run(directory, loss)
-    assert row(reported(of, seeds=["1", "2"]), "dca") == ["2", "3.0550 ± 0.2192"]
-
-
 def test_a_run_with_another_protocol_is_reported() -> None:
     write_run(directories(RULE)[0], config={"optimizer": {"lr": 0.5}, "training": {"log_every": 999}})
     text = reported(RULE)
     assert "- Vanilla: optimizer.lr: 0.5, not 0.003" in text
     assert "log_every" not in text
+    # assumptions that a budget replaces are omitted
+    assert "- a cosine" in text
+    assert "- a cosine" not in reported(RULE, "smoke")
 
 
-def test_an_experiment_without_columns_reports_the_validation_loss() -> None:
-    of = experiment(points=[{"model": "vanilla"}])
-    write_run(directories(of)[0], 2.5)
-    text = reported(of)
-    assert row(text, "vanilla") == ["2.5000"]
-    assert "paper" not in text.split("## Results")[1].split("–:")[0]
-
-
-def test_the_real_sizes_of_the_models_are_listed() -> None:
+def test_an_experiment_without_columns_reports_the_validation_loss_and_the_real_sizes_of_its_models() -> None:
     of = experiment(points=[{"model": ["vanilla", "dca"]}])
     for directory, parameters in zip(directories(of, "smoke"), (370_000, 380_000), strict=True):
-        write_run(directory, parameters=parameters)
-    size = default_config("smoke").size
-    assert row(reported(of, "smoke"), size.name) == [
-        str(size.num_layers), str(size.hidden_size), "370K to 380K", "40K",
-    ]  # fmt: skip
+        write_run(directory, 2.5, parameters=parameters)
+    text, size = reported(of, "smoke"), default_config("smoke").size
+    assert row(text, "vanilla") == ["2.5000"]
+    assert "paper" not in text.split("## Results")[1].split("–:")[0]
+    assert row(text, size.name) == [str(size.num_layers), str(size.hidden_size), "370K to 380K", "40K"]
 
 
 def test_the_validation_loss_stands_in_for_metrics_that_no_run_has() -> None:
@@ -282,12 +248,6 @@ def test_the_validation_loss_stands_in_for_metrics_that_no_run_has() -> None:
     text = reported(of, "smoke")
     assert "stands in for them" not in text
     assert "for PIQA (`zero_shot/piqa`). `python -m depthlm evaluate run=<run> tasks=...` measures tasks." in text
-
-
-def test_assumptions_that_the_budget_replaces_are_omitted() -> None:
-    of = experiment(points=[{"model": "vanilla"}], assumed=["a cosine"])
-    assert "- a cosine" in reported(of, "paper")
-    assert "- a cosine" not in reported(of, "smoke")
 
 
 def test_a_picture_of_inspect_is_shown_or_the_command_that_draws_it() -> None:

@@ -99,41 +99,30 @@ def test_a_sweep_over_sizes_has_a_panel_for_each() -> None:
     assert is_png("loss_curves.png")
 
 
+BOTH = {"model": ["vanilla", "dca"]}
+SHAPES = [{"size.num_layers": layers, "backbone.norm": norm} for layers, norm in ((2, "pre"), (4, "pre"), (4, "post"))]
+
+
 @pytest.mark.parametrize(
     ("points", "titles", "names"),
     [
-        (
-            [{"label": label, "model": label, "size.num_layers": [2, 4]} for label in ("vanilla", "dca")],
-            ["num layers 2", "num layers 4"],
-            ["vanilla", "dca"],
-        ),
+        ([BOTH | {"size.num_layers": [2, 4]}], ["num layers 2", "num layers 4"], ["vanilla", "dca"]),
         # the names of the tasks in the experiment
         (
-            [
-                {"label": label, "task": task, "model": label, "size.num_layers": layers}
-                for label in ("vanilla", "dca")
-                for task, layers in (("shallow", 2), ("deep", 4))
-            ],
+            [BOTH | {"task": "shallow", "size.num_layers": 2}, BOTH | {"task": "deep", "size.num_layers": 4}],
             ["shallow", "deep"],
             ["vanilla", "dca"],
         ),
         # no setting alone distinguishes the tasks
         (
-            [
-                {"model": ["vanilla", "dca"], "size.num_layers": layers, "backbone.norm": norm}
-                for layers, norm in ((2, "pre"), (4, "pre"), (4, "post"))
-            ],
+            [BOTH | shape for shape in SHAPES],
             ["num layers 2, norm pre", "num layers 4, norm pre", "num layers 4, norm post"],
             ["vanilla", "dca"],
         ),
-        ([{"model": ["vanilla", "dca"], "optimizer.lr": [0.1, 0.001]}], ["lr 0.1", "lr 1e-3"], ["vanilla", "dca"]),
+        ([BOTH | {"optimizer.lr": [0.1, 0.001]}], ["lr 0.1", "lr 1e-3"], ["vanilla", "dca"]),
         # without a second row of any task, the sizes are the panels: here the configurations have one
         ([{"label": "vanilla", "model": "vanilla", "size.num_layers": [2, 4]}], ["tiny"], ["2", "4"]),
-        (
-            [{"label": label, "model": label} for label in ("vanilla", "dca", "mhc")],
-            ["tiny"],
-            ["vanilla", "dca", "mhc"],
-        ),
+        ([BOTH], ["tiny"], ["vanilla", "dca"]),
     ],
 )
 def test_a_panel_is_named_by_what_distinguishes_its_task(
@@ -189,17 +178,8 @@ def test_titles_of_panels_beside_each_other_do_not_overlap(monkeypatch: pytest.M
 
 
 def test_incomplete_runs_are_pale_and_end_in_a_cross(monkeypatch: pytest.MonkeyPatch) -> None:
-    panels = [
-        Panel(
-            "",
-            [
-                curve("a", 3.0, done=0.5),
-                curve("b", 2.5),
-                LossCurve("waiting", mechanism_named("dca"), [read_run("no")]),
-            ],
-        )
-    ]
-    (axes,), notes = drawn(panels, monkeypatch)
+    waiting = LossCurve("waiting", mechanism_named("dca"), [read_run("no")])
+    (axes,), notes = drawn([Panel("", [curve("a", 3.0, done=0.5), curve("b", 2.5), waiting])], monkeypatch)
     assert [text.get_text() for text in axes.texts] == ["a (stopped, step 20)", "b"]
     assert [line.get_marker() for line in axes.lines] == ["None", "x", "None"]
     assert axes.lines[0].get_alpha() < (axes.lines[2].get_alpha() or 1)
@@ -235,11 +215,9 @@ def test_runs_of_several_sizes_have_a_panel_for_each(monkeypatch: pytest.MonkeyP
     assert figures[0].texts[-1].get_text() == f"40K tokens, 1 seed, depthlm {depthlm.__version__}"
 
 
-@pytest.mark.parametrize(
-    ("wanted", "places"),
-    [
+def test_names_are_moved_apart_by_as_little_as_possible() -> None:
+    for wanted, places in (
         ([], []),
-        ([0.5], [0.5]),
         ([0.9, 0.1], [0.9, 0.1]),
         ([0.5, 0.5], [0.45, 0.55]),
         ([0.5, 0.5, 0.5], [0.4, 0.5, 0.6]),
@@ -247,15 +225,10 @@ def test_runs_of_several_sizes_have_a_panel_for_each(monkeypatch: pytest.MonkeyP
         ([0.0, 0.0, 0.7], [0.0, 0.1, 0.7]),
         # the pair pushes the third one up
         ([0.30, 0.30, 0.38], [0.2267, 0.3267, 0.4267]),
-    ],
-)
-def test_names_are_moved_apart_by_as_little_as_possible(wanted: list[float], places: list[float]) -> None:
-    assert moved_apart(wanted, 0.1) == pytest.approx(places, abs=1e-3)
-
-
-def test_too_many_names_start_at_the_bottom_and_keep_their_order() -> None:
-    places = moved_apart([0.5 + 0.001 * number for number in range(20)], 0.1)
-    assert places == pytest.approx([0.1 * number for number in range(20)])
+        # too many names start at the bottom and keep their order
+        ([0.5 + 0.001 * number for number in range(20)], [0.1 * number for number in range(20)]),
+    ):
+        assert moved_apart(wanted, 0.1) == pytest.approx(places, abs=1e-3)
 
 
 def test_a_panel_is_titled_with_the_real_size_of_its_models() -> None:

@@ -1,6 +1,5 @@
 """The points that form a row, their numbers, and the row with which each is compared."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from depthlm.report.sweep import Sweep
 from depthlm.runs.records import read_run
 from depthlm.sweeps import Point, sweep_points
 
-from .made_up import STEPS, write_run
+from .made_up import write_run
 
 LOSS = Column(metric="validation_loss")
 
@@ -25,7 +24,7 @@ def point(label: str, directory: str, **settings: str) -> Point:
 
 
 def home(directory: str) -> Path:
-    return Path("outputs/default", directory)
+    return Path(f"outputs/name{directory}")
 
 
 def rows(*points: Point) -> list[Row]:
@@ -38,10 +37,13 @@ def sweep(*points: Point) -> Sweep:
 
 def test_seeds_form_one_row_with_mean_and_sample_deviation() -> None:
     for seed, loss in enumerate([3.0, 3.1, 3.5], 1):
-        write_run(home(f"run-{seed}"), loss)
+        write_run(home(f"run-{seed}"), loss, parameters=49_650_000)
     (row,) = rows(*(point("Vanilla", f"run-{seed}", model="vanilla", seed=str(seed)) for seed in (1, 2, 3)))
     assert row.label == "Vanilla"
     loss_over_seeds = measured(row, LOSS)
+    millions = measured(row, Column(metric="parameters", scale=1e6))
+    assert millions is not None
+    assert millions.mean == pytest.approx(49.65)
     assert loss_over_seeds == Measured(pytest.approx(3.2), pytest.approx(math.sqrt((0.04 + 0.01 + 0.09) / 2)), 3)
 
 
@@ -54,16 +56,13 @@ def test_one_seed_gives_no_deviation_and_no_seed_gives_no_number() -> None:
     assert measured(row, LOSS) is None
 
 
-def test_a_point_without_a_label_is_named_by_its_mechanism() -> None:
+def test_a_row_is_named_by_its_label_and_differing_settings_or_its_mechanism() -> None:
     (row,) = gather([Point(["output_dir=a"], {"model/attention": "moda", "seed": "2"})])
     assert (row.label, row.seeds) == ("moda", ["2"])
-
-
-def test_rows_with_the_same_label_get_their_differing_settings() -> None:
-    labelled = rows(
-        point("A", "a", size="tiny", optimizer__lr="1e-3"), point("A", "b", size="tiny", optimizer__lr="2e-3")
-    )
-    assert [row.label for row in labelled] == ["A, lr 1e-3", "A, lr 2e-3"]
+    rates = rows(*(point("A", name, size="tiny", optimizer__lr=f"{name}e-3") for name in "12"))
+    assert [row.label for row in rates] == ["A, lr 1e-3", "A, lr 2e-3"]
+    labels = [row.label for row in gather(sweep_points(["data=local", "data.source=/a/train,/b/train"]))]
+    assert labels == ["source /a/train", "source /b/train"]
 
 
 def test_differences_are_taken_between_runs_of_one_seed() -> None:
@@ -75,50 +74,27 @@ def test_differences_are_taken_between_runs_of_one_seed() -> None:
     )
     paired = difference(other, base, LOSS)
     assert paired == Measured(pytest.approx(-0.11), pytest.approx(0.02 / math.sqrt(2)), 2)
+    # without a common seed, the means
+    base, other = rows(point("A", "vanilla-1", model="a", seed="1"), point("B", "moda-1", model="b", seed="2"))
+    assert difference(other, base, LOSS) == Measured(pytest.approx(-0.1), None, 0)
 
 
-def test_without_a_common_seed_the_means_are_compared() -> None:
-    write_run(home("a"), 3.0)
-    write_run(home("b"), 2.5)
-    base, other = rows(point("A", "a", model="a", seed="1"), point("B", "b", model="b", seed="2"))
-    assert difference(other, base, LOSS) == Measured(-0.5, None, 0)
+def test_a_value_that_is_not_a_finite_number_is_none() -> None:
+    for value in (None, float("nan"), float("inf"), "3.1", [1]):
+        assert number(read_run(write_run(home("a"), validation_loss=value)), "validation_loss") is None
 
 
-def test_our_numbers_are_in_the_papers_unit() -> None:
-    write_run(home("a"), parameters=49_650_000)
-    (row,) = rows(point("A", "a"))
-    parameters_in_millions = measured(row, Column(metric="parameters", scale=1e6))
-    assert parameters_in_millions is not None
-    assert parameters_in_millions.mean == pytest.approx(49.65)
-
-
-@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "3.1", [1]])
-def test_a_value_that_is_not_a_finite_number_is_none(value: object) -> None:
-    run = read_run(write_run(home("a"), validation_loss=value))
-    assert number(run, "validation_loss") is None
-
-
-@pytest.mark.parametrize("summary", ["{", "[1]", "", '{"validation_loss": 1.0}', "\x00\x00"])
-def test_incomplete_and_foreign_files_give_no_validation_number(summary: str) -> None:
+def test_incomplete_and_foreign_files_give_no_validation_number() -> None:
     write_run(home("a"))
-    (home("a") / "summary.json").write_text(summary)
     (home("a") / "metrics.jsonl").write_text(
         '{"step": 1, "tokens": 9, "loss": 2.0}\n[1]\n12\n{"other": 1}\n{"step": 2, "to'
     )
-    (row,) = rows(point("A", "a"))
-    assert [logged["step"] for logged in row.runs[0].rows] == [1]
-    assert by_seed(row, Column(metric="validation_loss", at=0.5)) == {}
-    assert by_seed(row, Column(metric="training_perplexity")) == {}
-
-
-def test_a_number_at_a_share_of_the_run_is_from_that_validation() -> None:
-    write_run(home("a"), 3.0)
-    (row,) = rows(point("A", "a"))
-    half_way = measured(row, Column(metric="validation_loss", at=0.5))
-    validations = [json.loads(line) for line in (home("a") / "metrics.jsonl").read_text().splitlines()]
-    assert half_way is not None
-    assert half_way.mean == validations[STEPS // 2 - 1]["validation/set/loss"]
-    assert measured(row, Column(metric="validation_loss", at=0.4)) is None
+    for summary in ("{", "[1]", "", '{"validation_loss": 1.0}', "\x00\x00"):
+        (home("a") / "summary.json").write_text(summary)
+        (row,) = rows(point("A", "a"))
+        assert [logged["step"] for logged in row.runs[0].rows] == [1]
+        assert by_seed(row, Column(metric="validation_loss", at=0.5)) == {}
+        assert by_seed(row, Column(metric="training_perplexity")) == {}
 
 
 def test_the_papers_null_is_none() -> None:
@@ -138,6 +114,9 @@ def test_a_row_is_compared_with_the_baseline_of_its_size() -> None:
     assert [None if of is None else of.label for of in references] == [
         "Vanilla 1B", "Vanilla 3B", "Vanilla 1B", "Vanilla 3B", None,
     ]  # fmt: skip
+    # without a baseline, the first row of the task is the reference
+    compared = sweep(point("A", "a", model="dca", model__k="1"), point("B", "b", model="dca", model__k="2"))
+    assert compared.reference_of(compared.rows[1]) is compared.rows[0]
 
 
 def test_models_of_a_task_that_the_experiment_names_are_compared() -> None:
@@ -165,27 +144,17 @@ def test_a_series_without_a_common_label_is_named_by_its_value() -> None:
     assert [series.key for series in compared.series] == ["vanilla", "attention_residuals", "rezero"]
 
 
-def test_without_a_baseline_the_first_row_of_the_task_is_the_reference() -> None:
-    compared = sweep(point("A", "a", model="dca", model__k="1"), point("B", "b", model="dca", model__k="2"))
-    assert compared.reference_of(compared.rows[1]) is compared.rows[0]
-
-
-def test_the_interval_of_a_mean_is_students() -> None:
+def test_pooling_weights_variances_by_their_degrees_of_freedom() -> None:
     # Student's t of two degrees of freedom is 4.303
     assert Measured(3.0, 0.1, 3).interval == pytest.approx(4.303 * 0.1 / math.sqrt(3), rel=1e-3)
     assert Measured(3.0, None, 1).interval is None
-
-
-def test_pooling_weights_variances_by_their_degrees_of_freedom() -> None:
     numbers = pooled([Measured(3.0, 0.1, 5), Measured(2.9, 0.2, 3), Measured(2.8, None, 1)])
     assert [number.mean for number in numbers] == [3.0, 2.9, 2.8]
     assert {number.freedom for number in numbers} == {6}
     assert numbers[0].deviation == pytest.approx(math.sqrt((4 * 0.01 + 2 * 0.04) / 6))
     assert numbers[2].interval == pytest.approx(2.447 * math.sqrt(0.02), rel=1e-3)
     assert pooled([Measured(3.0, None, 1)]) == [Measured(3.0, None, 1)]
-
-
-def test_a_difference_without_a_common_seed_gets_no_interval() -> None:
+    # a difference without a common seed gets no interval
     numbers = pooled([Measured(-0.1, 0.01, 3), Measured(-0.5, None, 0)])
     assert numbers[0].interval is not None
     assert numbers[1] == Measured(-0.5, None, 0)
@@ -200,8 +169,3 @@ def test_the_best_row_is_better_at_every_common_seed() -> None:
     # the mean of b is higher because of its third seed, but b is lower at the other two
     assert sweep(*points).best(LOSS) == set()
     assert sweep(*(point for point in points if point.seed != "3")).best(LOSS) == {"b"}
-
-
-def test_rows_whose_settings_look_alike_have_labels_of_their_own() -> None:
-    labels = [row.label for row in gather(sweep_points(["data=local", "data.source=/a/train,/b/train"]))]
-    assert labels == ["source /a/train", "source /b/train"]

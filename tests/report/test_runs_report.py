@@ -80,12 +80,6 @@ def test_runs_of_few_updates_are_called_a_trial(monkeypatch: pytest.MonkeyPatch)
     assert "40 updates and 1 seed." in report(["runs=outputs/*1", "to=report"]).read_text()
 
 
-def test_a_second_run_of_a_seed_has_a_row_of_its_own() -> None:
-    for folder in ("outputs/a", "outputs/b"):
-        write_run(folder)
-    assert row(report(["outputs"]).read_text(), "vanilla, b")[0] == "1"
-
-
 def test_a_copy_of_a_run_does_not_change_the_labels_of_others() -> None:
     for folder, model, seed in (("a", "mhc", 1), ("b", "mhc", 2), ("copy", "mhc", 1), ("c", "vanilla", 1)):
         write_run(f"outputs/{folder}", config={"seed": seed, "model": {"name": model}})
@@ -102,12 +96,6 @@ def test_a_run_without_a_readable_configuration_is_compared_with_none() -> None:
     assert "4.0000" not in text
 
 
-def test_a_named_run_is_called_by_its_name() -> None:
-    for number in range(2):
-        write_run(f"outputs/{number}", config={"name": f"try {number}", "optimizer": {"lr": number}})
-    assert row(report(["outputs"]).read_text(), "try 1")[0] == "1"
-
-
 def test_a_single_run_and_an_unreadable_configuration() -> None:
     folder = write_run("outputs/a/base")
     text = report([f"runs={folder}", "to=report"]).read_text()
@@ -116,12 +104,13 @@ def test_a_single_run_and_an_unreadable_configuration() -> None:
     assert row(report([f"runs={folder}", "to=report"]).read_text(), "base")[0] == "1"
 
 
-def test_many_runs_are_split_into_several_tables() -> None:
+def test_many_runs_are_split_into_several_tables_and_may_be_named() -> None:
     for number in range(6):
-        write_run(f"outputs/run-{number}", config={"optimizer": {"lr": number}})
+        write_run(f"outputs/run-{number}", config={"name": f"try {number}", "optimizer": {"lr": number}})
     text = report(["runs=outputs/*", "to=report"]).read_text()
     assert row(text, "optimizer.lr") == ["0", "1", "2", "3"]
     assert row(text, "optimizer.lr", 1) == ["4", "5"]
+    assert row(text, "try 1")[0] == "1"
 
 
 def test_another_row_may_be_the_baseline(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,33 +135,29 @@ def test_reports_beside_the_runs_are_skipped() -> None:
         find_runs(folders[2:])
 
 
-def test_a_run_named_twice_is_reported_once() -> None:
-    folder = write_run("outputs/a")
-    assert len(find_runs([str(folder), f" {folder}/", "outputs/*"])) == 1
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ("outputs/bsae", "no such folder; did you mean `base`?"),
-        ("outputs/empty", "this folder contains no run"),
-        ("outputs/x*", "no run directory matches this pattern"),
-        ("", "name run directories"),
-        (",", "name run directories"),
-        ("outputs/base,nowhere/at/all", "runs=nowhere/at/all: no such folder"),
-    ],
-)
-def test_a_path_without_runs_is_an_error(names: str, message: str) -> None:
-    write_run("outputs/base")
+def test_a_path_without_runs_is_an_error_and_a_run_named_twice_is_reported_once() -> None:
+    folder = write_run("outputs/base")
     Path("outputs/empty").mkdir()
-    with pytest.raises(UserError) as caught:
-        find_runs(names.split(","))
-    assert message in str(caught.value)
+    for names, message in {
+        "outputs/bsae": "no such folder; did you mean `base`?",
+        "outputs/empty": "this folder contains no run",
+        "outputs/x*": "no run directory matches this pattern",
+        "": "name run directories",
+        ",": "name run directories",
+        "outputs/base,nowhere/at/all": "runs=nowhere/at/all: no such folder",
+    }.items():
+        with pytest.raises(UserError) as caught:
+            find_runs(names.split(","))
+        assert message in str(caught.value)
+    assert len(find_runs([str(folder), f" {folder}/", "outputs/b*"])) == 1
 
 
 def test_names_are_as_short_as_possible_and_distinct() -> None:
     assert short_names([Path("o/a/base"), Path("o/b/base")]) == ["a/base", "b/base"]
     assert short_names([Path("o/a"), Path("o/b")]) == ["a", "b"]
+    # what cannot be drawn is escaped
+    names = short_names([Path("runs/caf\udce9"), Path("runs/e\x1b[31mvil")])
+    assert names == [r"caf\udce9", r"e\x1b[31mvil"]
 
 
 def test_rows_are_named_by_the_settings_in_which_the_runs_differ() -> None:
@@ -240,8 +225,3 @@ def test_a_report_is_uploaded_to_wandb_with_numbers_that_can_be_plotted(
     assert set(tables) == {"Results", "Settings"}
     content = json.loads(tables["Results"].read_text())
     assert content["data"][0][content["columns"].index("validation loss ↓")] == 2.5
-
-
-def test_names_that_cannot_be_drawn_are_escaped() -> None:
-    names = short_names([Path("runs/caf\udce9"), Path("runs/e\x1b[31mvil")])
-    assert names == [r"caf\udce9", r"e\x1b[31mvil"]

@@ -2,20 +2,9 @@
 
 import io
 
-import pytest
 from rich.console import Console
 
-from depthlm.report.tables import (
-    DASH,
-    Cell,
-    Table,
-    markdown,
-    number_text,
-    plain,
-    short_text,
-    show,
-    signed_text,
-)
+from depthlm.report.tables import DASH, Cell, Table, markdown, number_text, plain, short_text, show, signed_text
 
 
 def test_markdown_characters_are_escaped() -> None:
@@ -27,9 +16,6 @@ def test_markdown_characters_are_escaped() -> None:
     assert "**1**" in lines[2]
     assert "\\[link\\] \\`c\\`" in lines[3]
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
-
-
-def test_underscores_inside_words_are_not_escaped() -> None:
     assert plain("hyper_connections _x_") == "hyper_connections \\_x\\_"
 
 
@@ -39,18 +25,10 @@ def test_the_terminal_shows_brackets_literally() -> None:
     assert "[a, b]" in shown.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(1234.5, "1,234.50"), (-0.001, "0.00"), (None, DASH), (float("nan"), DASH), (float("inf"), DASH)],
-)
-def test_numbers_have_their_decimals_or_a_dash(value: float | None, text: str) -> None:
-    assert number_text(value, 2) == text
-
-
-def test_differences_have_their_sign() -> None:
-    assert [signed_text(value, 2) for value in (0.123, -0.123, 0.001, -0.001)] == ["+0.12", "-0.12", "0.00", "0.00"]
-    assert signed_text(float("nan"), 2) == signed_text(None, 2) == DASH
-
-
-def test_numbers_of_any_size_are_short() -> None:
-    assert [short_text(value) for value in (1.89123, 0.00012, float("nan"), None)] == ["1.891", "0.00012", DASH, DASH]
+def test_numbers_have_their_decimals_and_sign_or_a_dash() -> None:
+    nan, inf = float("nan"), float("inf")
+    for value, text in {1234.5: "1,234.50", -0.001: "0.00", None: DASH, nan: DASH, inf: DASH}.items():
+        assert number_text(value, 2) == text
+    for value, text in {0.123: "+0.12", -0.123: "-0.12", 0.001: "0.00", -0.001: "0.00", nan: DASH, None: DASH}.items():
+        assert signed_text(value, 2) == text
+    assert [short_text(value) for value in (1.89123, 0.00012, nan, None)] == ["1.891", "0.00012", DASH, DASH]

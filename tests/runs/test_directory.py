@@ -30,8 +30,9 @@ def replace(run: Path) -> None:
     (run / "metrics.jsonl").write_text("of another run")
 
 
-@pytest.mark.parametrize("disturb", [remove, replace])
-@pytest.mark.parametrize("when", ["train_step", "validate", "mechanism_diagnostics"])
+@pytest.mark.parametrize(
+    ("disturb", "when"), [(remove, "train_step"), (replace, "validate"), (replace, "mechanism_diagnostics")]
+)
 def test_a_run_whose_directory_goes_away_ends_and_writes_nothing_there(
     small_run: Overrides,
     tmp_path: Path,
@@ -105,24 +106,26 @@ def test_a_failed_attempt_of_the_run_itself_is_recorded(
     assert read_run(tmp_path / "run").state == FAILED
 
 
-@pytest.mark.parametrize(
-    "name", ["config.yaml", "tokenizer.json", "metrics.jsonl", "loss.png", "failure.json", "checkpoints", "train.log"]
-)
-def test_a_folder_with_files_of_the_user_is_not_used_as_a_run_directory(
-    small_run: Overrides, tmp_path: Path, name: str
-) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "notes.txt").write_text("mine")
-    if name == "checkpoints":
-        (folder / name).mkdir()
-        (folder / name / "of mine").write_text("mine")
-    else:
-        (folder / name).write_text("mine: 1\n")
-    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-    with pytest.raises(UserError, match=rf"output_dir=.*run: this is no run directory, and .* overwrite {name} in it"):
-        train(depthlm.compose(small_run()))
-    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+def test_a_folder_with_files_of_the_user_is_not_used_as_a_run_directory(small_run: Overrides, tmp_path: Path) -> None:
+    config, folder = depthlm.compose(small_run()), tmp_path / "run"
+    for name in (
+        "config.yaml",
+        "tokenizer.json",
+        "metrics.jsonl",
+        "loss.png",
+        "failure.json",
+        "train.log",
+        "checkpoints",
+    ):
+        file = folder / name / "of mine" if name == "checkpoints" else folder / name
+        file.parent.mkdir(parents=True)
+        file.write_text("mine: 1\n")
+        (folder / "notes.txt").write_text("mine")
+        before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+        with pytest.raises(UserError, match=rf"output_dir=.*run: this is no run directory, and .* overwrite {name} in"):
+            train(config)
+        assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+        shutil.rmtree(folder)
 
 
 def test_other_files_of_the_user_in_a_run_directory_are_kept(small_run: Overrides, tmp_path: Path) -> None:

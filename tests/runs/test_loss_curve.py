@@ -51,18 +51,14 @@ def test_the_mean_loss_of_the_interval_is_plotted(tmp_path: Path, monkeypatch: p
     assert validation.get_xydata().tolist() == [[8_000_000, 3.0]]
 
 
-@pytest.mark.parametrize(
-    ("config", "title"),
-    [
-        ("model: {name: depth_attention}\nsize: {name: nano_60k}", "depth_attention, nano_60k"),
-        ("model: {name: depth_attention}\nsize: nano", "sweep/run"),
-        ("model: [", "sweep/run"),
-        (None, "sweep/run"),
-    ],
-)
-def test_the_title_names_the_mechanism_and_the_size(tmp_path: Path, config: str | None, title: str) -> None:
+def test_the_title_names_the_mechanism_and_the_size(tmp_path: Path) -> None:
     folder = tmp_path / "sweep/run"
     folder.mkdir(parents=True)
-    if config is not None:
+    assert title_of(folder) == "sweep/run"
+    for config, title in {
+        "model: {name: depth_attention}\nsize: {name: nano_60k}": "depth_attention, nano_60k",
+        "model: {name: depth_attention}\nsize: nano": "sweep/run",
+        "model: [": "sweep/run",
+    }.items():
         (folder / "config.yaml").write_text(config)
-    assert title_of(folder) == title
+        assert title_of(folder) == title

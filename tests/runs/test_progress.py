@@ -42,20 +42,18 @@ def test_a_cpu_has_no_gpu_hours_and_missing_files_no_numbers(tmp_path: Path) -> 
         "step": "20 / 400", "tokens/s": "100", "left": "", "GPU hours": "", "to come": "",
     }  # fmt: skip
     assert {*progress_of(read_run(tmp_path / "none")).texts().values()} == {""}
-
-
-def test_rows_without_numbers_count_no_time(tmp_path: Path) -> None:
+    # rows without numbers count no time
     run = write_run(tmp_path, "run", rows=2, environment_json=ON_GPUS)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 30, "loss": null, "tokens": null, "tokens_per_second": "fast"}\n')
     assert progress_of(read_run(run)).gpu_hours == pytest.approx(8 * 100 / 3600)
 
 
-@pytest.mark.parametrize(
-    ("hours", "text"), [(None, ""), (0.0, "0"), (1e-6, "< 0.01"), (0.0123, "0.012"), (12.34, "12.3"), (1234.5, "1,234")]
-)
-def test_hours_have_as_many_digits_as_they_are_known_to(hours: float | None, text: str) -> None:
-    assert hours_text(hours) == text
+def test_hours_have_as_many_digits_as_they_are_known_to_and_a_long_error_is_shortened() -> None:
+    for hours, text in {None: "", 0.0: "0", 1e-6: "< 0.01", 0.0123: "0.012", 12.34: "12.3", 1234.5: "1,234"}.items():
+        assert hours_text(hours) == text
+    assert failure_text("a\nb") == "a"
+    assert failure_text("x" * 100) == "x" * 77 + "..."
 
 
 def test_a_sweep_ends_with_its_gpu_hours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,8 +71,3 @@ def test_a_sweep_ends_with_its_gpu_hours(tmp_path: Path, capsys: pytest.CaptureF
         "not known"
     )
     assert total_hours([]) == ""
-
-
-def test_a_long_error_is_shortened() -> None:
-    assert failure_text("a\nb") == "a"
-    assert failure_text("x" * 100) == "x" * 77 + "..."

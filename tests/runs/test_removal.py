@@ -59,15 +59,18 @@ def test_a_run_in_which_a_process_trains_is_kept(root: Path) -> None:
     assert remove(locked) == LOCKED
 
 
-@pytest.mark.parametrize("content", ["a: 1\n", "- 1\n", "model: [", "model: mhc\nsize: tiny\n"])
-def test_a_folder_that_is_not_a_run_is_kept(root: Path, content: str) -> None:
+def test_a_folder_that_is_not_a_run_and_the_folder_of_the_runs_itself_are_kept(root: Path) -> None:
     (root / "other").mkdir()
-    (root / "other/config.yaml").write_text(content)
-    (plan,) = plan_removal(root, list_runs(root, ["other"]), only_checkpoints=False)
+    for content in ("a: 1\n", "- 1\n", "model: [", "model: mhc\nsize: tiny\n"):
+        (root / "other/config.yaml").write_text(content)
+        (plan,) = plan_removal(root, list_runs(root, ["other"]), only_checkpoints=False)
+        assert plan.kept is not None
+        assert "not that of a run" in plan.kept
+        assert remove(plan) == plan.kept
+        assert (root / "other/config.yaml").exists()
+    (plan,) = plan_removal(root / "sweep/new", list_runs(root / "sweep/new"), only_checkpoints=False)
     assert plan.kept is not None
-    assert "not that of a run" in plan.kept
-    assert remove(plan) == plan.kept
-    assert (root / "other/config.yaml").exists()
+    assert "--root" in plan.kept
 
 
 def test_a_run_that_contains_another_run_is_kept(root: Path) -> None:
@@ -77,12 +80,6 @@ def test_a_run_that_contains_another_run_is_kept(root: Path) -> None:
         root / "default/base": "it contains another run, outputs/default/base/inner",
         root / "default/base/inner": None,
     }
-
-
-def test_the_folder_of_the_runs_itself_is_kept(root: Path) -> None:
-    (plan,) = plan_removal(root / "sweep/new", list_runs(root / "sweep/new"), only_checkpoints=False)
-    assert plan.kept is not None
-    assert "--root" in plan.kept
 
 
 def test_what_links_point_to_is_kept(root: Path, tmp_path: Path) -> None:

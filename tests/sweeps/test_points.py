@@ -140,8 +140,9 @@ def test_a_point_may_be_named_by_an_interpolation() -> None:
     assert [point.directory for point in points] == [
         f"outputs/default/{model}_{seed}" for model in ("vanilla", "mhc") for seed in (1, 2)
     ]
-    with pytest.raises(ConfigError, match="several points of the sweep would write there"):
-        check_points(["seed=1,2", "name=mine"])
+    for text in ("name=mine", "output_dir=x"):
+        with pytest.raises(ConfigError, match="several points of the sweep would write there"):
+            check_points(["seed=1,2", text])
 
 
 def test_a_point_cannot_start_from_an_incomplete_one(tmp_path: Path) -> None:
@@ -180,12 +181,8 @@ def test_a_mechanism_that_no_point_has_takes_no_setting_of_theirs(tmp_path: Path
     [
         ("- vanilla", ["points[0]=vanilla", "must be settings"]),
         ("- {model: vanilla, paper: {los: 2}}", ["points[0].paper.los", "no such column", "`loss`"]),
-        (
-            "- {model: vanilla, paper: {loss: [2.5, -0.1]}}",
-            ["paper.loss=[2.5,-0.1]: must be a number, [number, spread]"],
-        ),
+        ("- {model: mhc, paper: {loss: [2.5, -0.1]}}", ["paper.loss=[2.5,-0.1]: must be a number, [number, spread]"]),
         ("- {model: vanilla, paper: {loss: [2.5]}}", ["points[0].paper.loss=[2.5]: must be"]),
-        ("- {model: vanilla, paper: {loss: low}}", ["points[0].paper.loss=low: must be"]),
         ("- {model: [vanilla, vanilla]}", ["points[0]", "a second point with the label vanilla"]),
         ("- {model: mhc, init_from: '@plain'}", ["points[0]", "@plain", "no earlier point has this label"]),
     ],
@@ -207,7 +204,7 @@ def test_an_unknown_column_setting_or_experiment_is_reported(tmp_path: Path) -> 
 
 def test_every_point_is_checked_before_any_runs(folder: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_points(["experiment=mine/it", "model=vanilla", "training.max_steps=0", "optimizer.lr=1,-1"], folder)
+        check_points(["experiment=mine/it", "model=vanilla", "training.max_steps=0", "optimizer.lr=-1"], folder)
     assert {error.partition("=")[0] for error in caught.value.errors} == {"training.max_steps", "optimizer.lr"}
 
 
@@ -226,29 +223,18 @@ def test_an_axis_without_values_is_refused() -> None:
         check_points(["seed=1,2", "data.source=glob(*.md)"])
 
 
-def test_two_points_in_one_directory_are_refused() -> None:
-    with pytest.raises(ConfigError, match="several points of the sweep would write there"):
-        check_points(["seed=1,2", "output_dir=x"])
-
-
 def test_a_run_keeps_only_the_name_of_its_experiment(folder: Path) -> None:
     config = compose(["experiment=mine/it", "model=mhc"], folder)
     assert (config.experiment.name, config.experiment.points) == ("mine/it", [])
 
 
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        ("seed=sort(range(0,7,3))", [0, 3, 6]),
-        ("seed=range(4,-1,-2)", [4, 2, 0]),
-        ("seed=sort(3,1,2,reverse=true)", [3, 2, 1]),
-        ("seed=sort(range(4,-1,-2))", "values 1,3,5, which are not those of range(4,-1,-2); list them"),
-        ("seed=sort(range(0,7,3),reverse=true)", "list them, as in seed=0,3,6"),
-    ],
-)
-def test_a_sorted_range_has_the_values_of_the_range(text: str, values: list[int] | str) -> None:
-    if isinstance(values, list):
-        assert [point.overrides for point in sweep_points([text])] == [[f"seed={value}"] for value in values]
-        return
-    with pytest.raises(ConfigError, match=re.escape(values)):
-        sweep_points([text])
+def test_a_sorted_range_has_the_values_of_the_range() -> None:
+    for text, values in {"sort(range(0,7,3))": [0, 3, 6], "range(4,-1,-2)": [4, 2, 0],
+                         "sort(3,1,2,reverse=true)": [3, 2, 1]}.items():  # fmt: skip
+        assert [point.overrides for point in sweep_points([f"seed={text}"])] == [[f"seed={value}"] for value in values]
+    for text, message in {
+        "sort(range(4,-1,-2))": "values 1,3,5, which are not those of range(4,-1,-2); list them",
+        "sort(range(0,7,3),reverse=true)": "list them, as in seed=0,3,6",
+    }.items():
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            sweep_points([f"seed={text}"])

@@ -10,7 +10,6 @@ from depthlm.config import ConfigError, compose
 from depthlm.errors import UserError
 from depthlm.sweeps import sweep_points
 
-from ...forks import Forks
 from ...ranks import rank_variables
 
 # an override, and parts of the error that it alone causes
@@ -18,16 +17,9 @@ BROKEN_OVERRIDES = [
     # groups
     ("size=1.6b", ["size=1.6b", "360m", "did you mean `1.5b`?"]),
     ("size=huge", ["size=huge", "allowed: 1.5b"]),
-    ("model=vanila", ["model=vanila", "did you mean `vanilla`?"]),
-    ("backbone=qwen", ["backbone=qwen", "did you mean `qwen3`?"]),
-    ("data=stdlb", ["data=stdlb", "did you mean `stdlib`?"]),
     ("optimizer=adam", ["optimizer=adam", "did you mean `adamw`?"]),
-    ("schedule=cosin", ["schedule=cosin", "did you mean `cosine`?"]),
     ("deepspeed=zero9", ["deepspeed=zero9", "zero0, zero1, zero2"]),
-    ("precision=fp8", ["precision=fp8", "fp16"]),
-    ("tracker=comet", ["tracker=comet", "wandb"]),
     ("tracker=[wandb,comet]", ["comet", "tensorboard"]),
-    ("model/connection=residul", ["no such model/connection", "did you mean `residual`?"]),
     ("model/attention=flash", ["no such model/attention", "self_attention"]),
     ("experiment=table1", ["experiment=table1", "no such experiment"]),
     # keys
@@ -35,62 +27,41 @@ BROKEN_OVERRIDES = [
     ("size=null", ["size=null", "no such size"]),
     ("seed=18446744073709551616", ["seed=", "at most"]),
     ("lr=3", ["lr=3", "did you mean `optimizer.lr`"]),
-    ("training.max_stpes=3", ["did you mean `training.max_steps`?"]),
-    ("seeds=1", ["did you mean `seed`?"]),
     ("foo=bar", ["foo=bar", "no such key"]),
     ("training=fast", ["training=fast", "a group of keys", "training.max_steps"]),
     ("model.connection.streams=4", ["model.connection.streams=4", "no such key"]),
     ("+model.connection.streams=4", ["model.connection.streams", "no such setting"]),
-    ("size.hiden_size=4", ["did you mean `size.hidden_size`?"]),
     # types and values
     ("training.max_steps=many", ["training.max_steps=many", "must be a whole number such as", "at least 1, or null"]),
-    ("training.max_steps=1.5", ["training.max_steps=1.5", "a whole number"]),
     ("training.max_steps=0", ["training.max_steps=0", "at least 1"]),
     ("training.max_tokens=10X", ["training.max_tokens=10X", "10B"]),
-    ("training.max_tokens=-5", ["training.max_tokens=-5", "at least 1"]),
     ("training.max_tokens=inf", ["training.max_tokens=inf", "10B"]),
     ("data.max_tokens={a:1}", ["data.max_tokens", "10B"]),
     ("optimizer.lr=fast", ["optimizer.lr=fast", "a number, above 0"]),
     ("optimizer.lr=true", ["optimizer.lr=true", "must be a number, above 0"]),
-    ("seed=false", ["seed=false", "must be an integer"]),
     ("optimizer.lr=interval(1e-3,1e-2)", ["optimizer.lr=interval(1e-3,1e-2)", "write optimizer.lr=a,b"]),
     ("+training.batch_size=3", ["+training.batch_size=3", "leave out the +"]),
     ("seed=1,2,", ["seed=1,2,", "write seed=1,2"]),
     ("optimizer.lr=0", ["optimizer.lr=0", "above 0"]),
-    ("optimizer.lr=nan", ["optimizer.lr=nan", "a number"]),
     ("optimizer.eps=1e-46", ["optimizer.eps=1e-46", "a number, at least 1.17549"]),
-    ("backbone.norm_eps=1e-46", ["backbone.norm_eps=1e-46", "at least 1.17549"]),
     ("optimizer.betas=0.9", ["optimizer.betas=0.9", "a list of numbers"]),
     ("seed=-1", ["seed=-1", "at least 0"]),
     ("seed=null", ["seed=null", "an integer"]),
     ("deepspeed.communication_data_type=int8", ["communication_data_type=int8", "one of auto, fp32, bf16, fp16"]),
-    ("deepspeed.reduce_bucket_size=0", ["reduce_bucket_size=0", "at least 1"]),
-    ("training.on_nonfinite=ignore", ["on_nonfinite=ignore", "one of skip, rewind, stop"]),
-    ("training.checkpoint_minutes=0", ["checkpoint_minutes=0", "above 0"]),
-    ("training.keep_every=0", ["keep_every=0", "at least 1"]),
-    ("precision.min_loss_scale=0.5", ["min_loss_scale=0.5", "an integer"]),
     ("resume=maybe", ["resume=maybe", "one of auto, extend, retrain, never"]),
-    ("training.compile=perhaps", ["training.compile=perhaps", "one of auto, true, false"]),
     ("schedule.name=cosines", ["schedule.name=cosines", "did you mean `cosine`?"]),
-    ("schedule.warmup_ratio=2", ["schedule.warmup_ratio=2", "at most 1"]),
-    ("backbone.norm=batchnorm", ["backbone.norm=batchnorm", "rmsnorm, layernorm"]),
     ("backbone.qk_norm=heads", ["backbone.qk_norm=heads", "did you mean `head`?"]),
-    ("data.validation_fraction=0", ["data.validation_fraction=0", "above 0"]),
     ("deepspeed.stage=7", ["deepspeed.stage=7", "at most 3"]),
-    ("model.loops=0", ["model.loops=0", "at least 1"]),
     ("model.connection._target_=depthlm.mechanisms.residual.Residul", ["has no Residul", "`Residual`"]),
     ("model.connection._target_=nowhere.Mixer", ["cannot be imported", "PYTHONPATH"]),
     ("model.attention._target_=math.pi", ["math.pi", "not a subclass of"]),
     ("model.connection._target_=torch.nn.Linear", ["torch.nn.Linear", "connection.Connection"]),
-    ("model.attention._target_=depthlm.model.attention.Nothing", ["has no Nothing"]),
     # overrides that Hydra would accept, or reject with an unclear message
     ("+size.layers=3", ["size.layers=3: no such key", "size.num_layers"]),
     ("~optimizer.lr", ["~optimizer.lr: a key cannot be removed"]),
     ("~optimizer", ["~optimizer: every group has an option"]),
-    ("~foo", ["~foo: no such key"]),
     ("hydra.foo=3", ["hydra.foo: no such key"]),
     ("data.sources={}", ["data.sources={}: sets nothing"]),
-    ("model.connection={}", ["model.connection={}: sets nothing"]),
     ("model.attention.stride=2", ["not a setting of this mechanism; model=depth_attention, model=uniform_mix have"]),
     # syntax of overrides
     ("seed", ["seed", "write key=value"]),
@@ -106,19 +77,15 @@ BROKEN = [
     (["model=mhc", "model.connection.stream=4"], ["did you mean `num_streams`?"]),
     (["optimizer.betas=[0.9]"], ["optimizer.betas=[0.9]", "two numbers"]),
     (["optimizer.betas=[0.9,1.0]"], ["optimizer.betas", "below 1"]),
-    (["optimizer=muon", "optimizer.momentum=1.5"], ["optimizer.momentum=1.5: must be a number, at least 0"]),
     (["optimizer=muon", "optimizer.momentun=0.9"], ["optimizer.momentun=0.9", "did you mean `optimizer.momentum`?"]),
     (["optimizer.momentum=0.9"], ["optimizer.momentum=0.9: torch.optim.AdamW has no such setting"]),
     (["+optimizer.settings.eps=1e-46"], ["optimizer.settings.eps=1e-46", "at least 1.17549"]),
     (["optimizer.settings.fusde=true"], ["did you mean `optimizer.settings.fused`?"]),
     (["+optimizer.settings.amsgrd=true"], ["no such setting; allowed: betas", "did you mean `amsgrad`?"]),
     (["optimizer._target_="], ["optimizer._target_=: not a class"]),
-    (["optimizer._target_=nonsense"], ["optimizer._target_=nonsense: not a class, as in torch.optim.AdamW"]),
     (["optimizer._target_=torch.optim.AdmW"], ["torch.optim has no AdmW", "did you mean `AdamW`?"]),
     (["optimizer._target_=torch.nn.Linear"], ["not a subclass of torch.optim.optimizer.Optimizer"]),
     (["training.activation_checkpointing=selectiv"], ["activation_checkpointing=selectiv", "selective"]),
-    (["training.activation_checkpointing=0"], ["activation_checkpointing=0", "every n-th layer"]),
-    (["training.activation_checkpointing=2.5"], ["activation_checkpointing=2.5", "every n-th layer"]),
     (["training.activation_checkpointing=selective", "training.compile=true"], ["activation_checkpointing=selective"]),
     (["evaluation.tasks=[piqa]"], ["evaluation.tasks: no step is evaluated", "evaluation.every=100"]),
     (["evaluation.every=100"], ["evaluation.every=100: nothing to evaluate"]),
@@ -132,10 +99,7 @@ BROKEN = [
     (["backbone=olmoe", "deepspeed=zero3", "deepspeed.experts=2"], ["deepspeed.stage=3", "zero0, zero1 or zero2"]),
     (["model=dca", "model.connection.gate=soft"], ["model.connection.gate=soft: must be one of relu_of_sum, printed"]),
     (["model=attention_residuals", "model.connection.block_size=0"], ["model.connection.block_size=0: must be"]),
-    (
-        ["model=attention_residuals", "model.connection.key_norm=foo"],
-        ["key_norm=foo: must be one of weighted,"],
-    ),
+    (["model=attention_residuals", "model.connection.key_norm=foo"], ["key_norm=foo: must be one of weighted,"]),
     (["model=attention_residuals", "model.connection.separate_qkv=[4]"], ["separate_qkv=[4]", "from 0 to 3"]),
     (["model=attention_residuals", "model.connection.separate_qkv=0"], ["separate_qkv=0", "null, or a list of layers"]),
     (
@@ -151,18 +115,14 @@ BROKEN = [
     ),
     (["model=shared_kv", "model.attention.last_k=2"], ["last_k=2: needs reuse=last_k"]),
     (["model=gated_residual", "model.connection.temperature=0"], ["temperature=0: must be a number of at least 1e-06"]),
-    (["model=attention_residuals", "model.connection.block_size=-1"], ["block_size=-1", "at least 1, or null"]),
     (["model=grn_v3", "model.connection.separate_qkv=null"], ["separate_qkv=null: must be true or false"]),
     (["model=grn_v3", "model.connection.version=true"], ["version=true: must be one of 1, 2, 3"]),
-    (["model=grn_v3", "model.connection.version=three"], ["version=three: must be one of 1, 2, 3"]),
-    (["model=grn_v3", "model.connection.version=2.0"], ["version=2.0: must be one of 1, 2, 3"]),
     (["model=grn_v3", "model.connection.own_embedding=false"], ["own_embedding=false: needs last_k"]),
     (["model=mhc", "model.connection.num_streams=1.5"], ["num_streams=1.5: must be a whole number"]),
     (["model=laurel", "model.connection.rank=null"], ["rank=null: must be a whole number"]),
     (["model=denseformer", "model.connection.period=99"], ["period=99: the 4 layers end before"]),
     (["model=hyper_connections", "model.connection.dynamic=1"], ["dynamic=1: must be true or false"]),
     (["optimizer.lr=${size.lrr}"], ["optimizer.lr", "size.lrr"]),
-    (["data=olmo2_mix", "data.sources={}"], ["data.sources={}: sets nothing"]),
     (["model=dca", "model.connection.period=2"], ["model=denseformer have `period`"]),
     (["model=denseformer", "model.connection.dilation=5"], ["dilation=5: no average of 4 layers"]),
     (["data=local"], ["data.source", "needs text"]),
@@ -181,9 +141,7 @@ BROKEN = [
     (["schedule=wsd", "schedule.decay_ratio=0.99"], ["overlap"]),
     (["optimizer.needs_matrices=true", "deepspeed=zero3"], ["needs whole matrices", "deepspeed=zero0"]),
     (["training.compile=true", "deepspeed=zero3"], ["training.compile=true with deepspeed.stage=3", "allowed"]),
-    (["precision=fp16"], ["precision=fp16"]),
     (["init_from=/nowhere/at/all"], ["init_from=/nowhere/at/all", "no checkpoint in it"]),
-    (["init_from="], ["init_from=", "no checkpoint in it"]),
     (["data.source=/nowhere/at/all"], ["data.source=/nowhere/at/all", "no such folder"]),
     (["data.tokenizer=/nowhere/tokenizer.json"], ["data.tokenizer=/nowhere/tokenizer.json", "no such tokenizer.json"]),
     (["output_dir=/dev/null/run"], ["output_dir=/dev/null/run", "not a folder"]),
@@ -217,18 +175,18 @@ def test_a_broken_configuration_is_explained(overrides: list[str], words: list[s
     assert len(caught.value.errors) == 1, text
 
 
-def test_all_override_errors_are_reported_together() -> None:
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["size=1.6b", "optimzer.lr=1", "training.max_steps=x", "schedule.warmup_ratio=7", "resume=no"],
+        # across fields
+        ["size.num_kv_heads=3", "training.micro_batch_size=7", "schedule.warmup_steps=9999", "size.vocab_size=9"],
+    ],
+)
+def test_all_errors_are_reported_together(overrides: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        compose(["size=1.6b", "optimzer.lr=1", "training.max_steps=x", "schedule.warmup_ratio=7", "resume=no"])
-    assert len(caught.value.errors) == 5
-
-
-def test_all_cross_field_errors_are_reported_together() -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose(
-            ["size.num_kv_heads=3", "training.micro_batch_size=7", "schedule.warmup_steps=9999", "size.vocab_size=9"]
-        )
-    assert len(caught.value.errors) == 4
+        compose(overrides)
+    assert len(caught.value.errors) == len(overrides)
 
 
 def test_a_mechanism_validates_the_values_of_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,70 +239,34 @@ def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) 
         compose(["training.compile=true"])
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--flag"],
-        ["-m", "seed=1,2", "output_dir=x"],
-        ["-m", "size=tiny,hug"],
-        ["-m", "seed=1,2", "size=micro,tiny", "output_dir=x/${seed}"],
-        ["--config-name=foo"],
-        ["--resolve"],
-        ["-m", "seed=1,2", "--cfg", "job"],
-        ["--info", "--run"],
-        ["--config-dir=/nowhere"],
-        ["hydra.run.dir=x"],
-        ["hydra.job.chdir=true"],
-        ["-m", "seed=1,2", "hydra.run.dir=x"],
-        ["experiment=dca/depth"],
-        ["experiment=dca/depth", "model=dca"],
-        ["-m", "run=outputs/default/base", "seed=1,2"],
-    ],
-)
-def test_an_invalid_command_line_is_refused(arguments: list[str]) -> None:
-    with pytest.raises(UserError):
-        check_command_line(read_command_line(arguments))
+def test_an_invalid_command_line_is_refused() -> None:
+    for text in (
+        "--flag", "-m seed=1,2 output_dir=x", "-m size=tiny,hug", "-m seed=1,2 size=micro,tiny output_dir=x/${seed}",
+        "--config-name=foo", "--resolve", "-m seed=1,2 --cfg job", "--info --run", "--config-dir=/nowhere",
+        "hydra.run.dir=x", "hydra.job.chdir=true", "-m seed=1,2 hydra.run.dir=x", "experiment=dca/depth",
+        "experiment=dca/depth model=dca", "-m run=outputs/default/base seed=1,2",
+    ):  # fmt: skip
+        with pytest.raises(UserError):
+            check_command_line(read_command_line(text.split()))
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments"),
-    [
-        ("train", ["size=1.6b", "optimzer.lr=1"]),
-        ("summary", ["size=1.6b"]),
-        ("train", ["size.num_kv_heads=3"]),
-        ("train", ["model=dca", "model.connection.version=9"]),
-    ],
-)
-def test_commands_exit_with_2_and_the_mistakes(
-    command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(command, arguments)
-    assert caught.value.code == 2
-    errors = capsys.readouterr().err
-    assert "did you mean" in errors or "must " in errors
-
-
-def test_a_process_exits_with_2_without_a_traceback(forks: Forks) -> None:
-    done = forks.run(["train.py", "size=1.6b", "optimzer.lr=1"])
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr + done.stdout
-    assert "did you mean" in done.stderr
+def test_commands_exit_with_2_and_the_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("train", "summary"):
+        with pytest.raises(SystemExit) as caught:
+            main(command, ["size=1.6b", "optimzer.lr=1"])
+        assert caught.value.code == 2
+        assert "did you mean" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        [
-            "model=depth_attention",
-            "model.attention.stride=0",
-            "model.attention.sources=x",
-            "model.attention.mixing=foo",
-        ],
+        ["model=depth_attention", "model.attention.stride=0", "model.attention.sources=x",
+         "model.attention.mixing=foo"],
         ["model=mhc", "model.connection.iterations=null", "model.connection.collapse=x"],
         ["model=moda", "model.attention.slots=0", "model.attention.ffn_kv=no_thanks"],
     ],
-)
+)  # fmt: skip
 def test_all_mistakes_of_a_mechanism_are_reported_together(overrides: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         compose(overrides)

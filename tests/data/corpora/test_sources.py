@@ -26,20 +26,12 @@ def docs(data: Data) -> Iterator[tuple[str, str]]:
     return documents(text_files(data.name, data).train, data.text_field or "", cut)
 
 
-def test_a_folder_gives_its_files_in_sorted_order_for_any_creation_order(tmp_path: Path) -> None:
-    for name in ("b/z.txt", "b/a.md", "a.txt", "c.bin", "b-a.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    expected = [(name, name) for name in ("a.txt", "b-a.txt", "b/a.md", "b/z.txt")]
-    assert list(docs(Data(source=str(tmp_path)))) == expected
-
-
-def test_hidden_files_are_skipped_and_newlines_are_kept(tmp_path: Path) -> None:
-    for hidden in (".git", "__pycache__"):
-        (tmp_path / hidden).mkdir()
-        (tmp_path / hidden / "a.txt").write_text("no")
-    (tmp_path / "good.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
-    assert list(docs(Data(source=str(tmp_path)))) == [("good.txt", "\ufeffa\r\nb\rc\n")]
+def test_a_folder_gives_its_visible_files_in_sorted_order_with_their_newlines(tmp_path: Path) -> None:
+    names = ["LICENSE.txt", "README.md", "a.txt", "b-a.txt", "b/a.md", "b/z.txt"]
+    write(tmp_path, *reversed(names), "c.bin", "package.json", ".git/a.txt", "__pycache__/a.txt")
+    assert list(docs(Data(source=str(tmp_path)))) == [(name, name) for name in names]
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
+    assert list(docs(Data(source=str(tmp_path))))[2] == ("a.txt", "\ufeffa\r\nb\rc\n")
 
 
 @pytest.mark.parametrize("line", ["a line of text\r\n", "é", "\n", "x" * 3 * PIECE + "\n"])
@@ -75,6 +67,9 @@ def test_patterns_select_the_files_of_a_mirror_to_read_and_to_hold_out(tmp_path:
     assert [file.name for file in files.held_out] == ["val.jsonl"]
     with pytest.raises(DataError, match=r"data\.validation_files=\*dev\*"):
         text_files("pile", Data(source=str(tmp_path), validation_files="*dev*"))
+    both = Data(name="pile", source=str(tmp_path), files="*pain/*", validation_files="*dev*")
+    with pytest.raises(DataError, match=r"data\.files=\*pain/\* and data\.validation_files=\*dev.*test\.jsonl"):
+        text_files("pile", both)
 
 
 @pytest.mark.parametrize(
@@ -106,22 +101,14 @@ def rest(folder: Path, names: list[str]) -> str:
 
 
 def test_what_a_folder_holds_and_is_not_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(
-        tmp_path,
-        *(f"{n}.txt" for n in range(30)),
-        "UP.TXT",
-        "data/a.json",
-        "b.Json.gz",
-        "LICENSE",
-        ".hidden.txt",
-        "c.bin",
-    )
+    texts = [*(f"{n}.txt" for n in range(30)), "UP.TXT"]
+    write(tmp_path, *texts, "data/a.json", "b.Json.gz", "LICENSE", ".hidden.txt", "c.bin")
     for number in range(5):
         (tmp_path / f"link{number}.txt").symlink_to(f"../blobs/{number}")
     os.mkfifo(tmp_path / "pipe.txt")
     data = Data(name="own", source=str(tmp_path), suffixes=[".txt"], tokenizer="bytes")
     files = text_files("own", data)
-    assert [file.name for file in files.train] == sorted([*(f"{n}.txt" for n in range(30)), "UP.TXT"])
+    assert [file.name for file in files.train] == sorted(texts)
     expected = (
         "dangling links: 5 (link0.txt, link1.txt, link2.txt, ...)",
         "entries that are not regular files: 1 (pipe.txt)",
@@ -140,34 +127,23 @@ ABOUT = ["LICENSE.txt", "README.md", "dataset_infos.json"]
 
 
 @pytest.mark.parametrize(
-    ("others", "card", "read"),
+    ("read", "code", "card"),
     [
-        (["data/a.jsonl", "data/readme.md.jsonl"], "A corpus", ["data/a.jsonl", "data/readme.md.jsonl"]),
-        (
-            ["data/train.txt", "script.py", "data/README.md"],
-            "---\nlicense: mit\n---",
-            ["data/README.md", "data/train.txt"],
-        ),
+        (["data/a.jsonl", "data/readme.md.jsonl"], [], "A corpus"),
+        (["data/README.md", "data/train.txt"], ["script.py"], "---\nlicense: mit\n---"),
     ],
 )
 def test_the_card_and_licence_of_a_downloaded_data_set_are_not_text(
-    tmp_path: Path, others: list[str], card: str, read: list[str]
+    tmp_path: Path, read: list[str], code: list[str], card: str
 ) -> None:
-    write(tmp_path, *others, *ABOUT, ".gitattributes")
+    write(tmp_path, *read, *code, *ABOUT, ".gitattributes")
     (tmp_path / "README.md").write_text(card)
     files = text_files("own", Data(source=str(tmp_path)))
     assert [file.name for file in files.train] == read
-    about = sorted([*ABOUT, *(name for name in others if name == "script.py")])
     assert files.unread == (
-        f"files about the data set: {len(about)} ({rest(tmp_path, [*read, '.gitattributes'])})",
+        f"files about the data set: {len(ABOUT + code)} ({rest(tmp_path, [*read, '.gitattributes'])})",
         "hidden files and folders: 1 (.gitattributes)",
     )
-
-
-def test_a_folder_of_text_is_read_with_its_readme(tmp_path: Path) -> None:
-    write(tmp_path, "README.md", "LICENSE.txt", "package.json", "docs/a.md")
-    files = text_files("own", Data(source=str(tmp_path)))
-    assert [file.name for file in files.train] == ["LICENSE.txt", "README.md", "docs/a.md"]
 
 
 def test_a_data_set_of_which_nothing_is_read_says_what_it_has(tmp_path: Path) -> None:
@@ -302,10 +278,3 @@ def test_token_files_outlive_their_text(tmp_path: Path) -> None:
     assert open_corpus(data).tokens > 100
     with pytest.raises(ConfigError, match="no such folder or file"):
         depthlm.compose([*overrides, "data.validation_fraction=0.2"])
-
-
-def test_both_patterns_that_match_nothing_are_reported_at_once(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    data = Data(name="pile", source=str(tmp_path), files="*train/*", validation_files="*val.jsonl*")
-    with pytest.raises(DataError, match=r"data\.files=\*train/\* and data\.validation_files=\*val.*a\.txt"):
-        text_files("pile", data)

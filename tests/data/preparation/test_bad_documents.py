@@ -79,18 +79,6 @@ def test_a_bad_document_is_an_error_or_is_skipped_and_counted_as_configured(
     }
 
 
-def test_a_single_file_with_a_bad_byte_is_an_error_or_loses_one_piece(tmp_path: Path) -> None:
-    lines = [b"a line of text\n"] * 2000
-    lines[1000] = b"caf\xe9\n"
-    (tmp_path / "one.txt").write_bytes(b"".join(lines))
-    data = Data(name="local", source="one.txt", tokenizer="bytes")
-    with pytest.raises(DataError, match=r"piece \d+ of the file is not UTF-8"):
-        prepare(data)
-    manifest = Manifest.read(prepare(dataclasses.replace(data, on_bad_document="skip"))["local"])
-    assert manifest.left_out == {"utf8": 1}
-    assert manifest.train.documents > 20
-
-
 def test_a_document_over_the_limit_is_an_error_or_is_skipped(tmp_path: Path) -> None:
     texts = ["x" * 5000, *(f"document {n}" for n in range(40))]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -27,14 +27,9 @@ def test_preparing_a_second_time_does_nothing(local: Local, capsys: pytest.Captu
     assert capsys.readouterr().err == ""
 
 
-def test_the_same_text_and_settings_give_the_same_bytes(local: Local, tmp_path: Path) -> None:
-    first = prepare(local(), progress=False)["local"]
-    second = prepare(local(path="elsewhere/tokens"), progress=False)["local"]
-    assert second == Path("elsewhere/tokens")
-    assert content(first) == content(second)
-
-
-def test_the_bytes_do_not_depend_on_the_batch_size(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_depend_neither_on_the_folder_nor_on_the_batch_size(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = [{"max_tokens": None}, {"max_tokens": 700}]
     whole = [content(prepare(local(**changes))["local"]) for changes in settings]
     monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 100)
@@ -105,7 +100,7 @@ def test_a_change_of_the_text_is_noted(local: Local, text_folder: Path, capsys: 
     assert content(folder) == before
 
 
-@pytest.mark.parametrize("restored", ["nothing", "the second", "all of the time"])
+@pytest.mark.parametrize("restored", ["the second", "all of the time"])
 def test_an_edit_that_keeps_the_size_is_noted(
     local: Local, text_folder: Path, capsys: pytest.CaptureFixture[str], restored: str
 ) -> None:
@@ -115,33 +110,29 @@ def test_an_edit_that_keeps_the_size_is_noted(
     folder = prepare(local())["local"]
     prepare(local())
     assert "note" not in capsys.readouterr().err
+    # token files of an earlier version have no times
+    manifest = Manifest.read(folder)
+    text = (folder / "manifest.json").read_bytes()
+    del manifest.source["times"]
+    manifest.write(folder)
+    prepare(local())
+    assert capsys.readouterr().err == ""
+    (folder / "manifest.json").write_bytes(text)
     before, text = content(folder), file.read_bytes()
     file.write_bytes(text.replace(b"one", b"two"))
     assert file.read_bytes() != text
-    if restored != "nothing":
-        os.utime(file, ns=(10**18, 10**18 + (5 if restored == "the second" else 0)))
+    os.utime(file, ns=(10**18, 10**18 + (5 if restored == "the second" else 0)))
     prepare(local())
     assert "may have changed (the same names and sizes, but files were written" in capsys.readouterr().err
     assert content(folder) == before
-
-
-def test_token_files_of_an_earlier_version_without_times_are_not_noted(
-    local: Local, capsys: pytest.CaptureFixture[str]
-) -> None:
-    manifest = Manifest.read(folder := prepare(local())["local"])
-    del manifest.source["times"]
-    manifest.write(folder)
-    capsys.readouterr()
-    prepare(local())
-    assert capsys.readouterr().err == ""
 
 
 def test_a_document_longer_than_a_token_file_and_a_batch_stays_one_document(
     local: Local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = prepare(local(tokenizer="bytes", path="whole"))["local"]
-    monkeypatch.setattr("depthlm.data.preparation.encode.LONGEST", 7)
-    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 20)
+    monkeypatch.setattr("depthlm.data.preparation.encode.LONGEST", 30)
+    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 60)
     cut = prepare(local(tokenizer="bytes", path="cut", shard_tokens=50))["local"]
     parts = [content(cut)[shard.name] for shard in Manifest.read(cut).train.files]
     assert len(parts[0]) == 2 * 50
@@ -159,12 +150,14 @@ def test_a_document_in_parts_has_no_prefix_spaces_inside(
     assert content(prepare(local(tokenizer=str(tokenizer), path="cut"))["local"]) == content(whole)
 
 
-def test_a_folder_with_other_files_is_not_touched(local: Local) -> None:
+def test_a_folder_with_other_files_is_not_touched_and_one_that_cannot_be_written_is_an_error(local: Local) -> None:
     Path("precious").mkdir()
     Path("precious/thesis.tex").write_text("years")
     with pytest.raises(DataError, match="empty folder"):
         prepare(local(path="precious"))
     assert content(Path("precious")) == {"thesis.tex": b"years"}
+    with pytest.raises(DataError, match="cannot prepare token files"):
+        prepare(local(path="precious/thesis.tex/tokens"))
 
 
 def test_of_a_few_documents_one_is_held_out(tmp_path: Path) -> None:
@@ -183,13 +176,6 @@ def test_of_a_few_documents_one_is_held_out(tmp_path: Path) -> None:
     assert held_out == ord(lowest)
 
 
-def test_a_short_file_is_cut_into_several_documents(tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("a line of text\n" * 200)
-    manifest = Manifest.read(prepare(Data(name="local", source="short.txt", tokenizer="bytes"))["local"])
-    assert manifest.train.documents > 20
-    assert manifest.validation["local"].documents >= 1
-
-
 def test_empty_text_or_a_single_document_is_an_error_and_creates_no_folder(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     data = Data(name="local", source="text", on_bad_document="skip")
@@ -199,19 +185,6 @@ def test_empty_text_or_a_single_document_is_an_error_and_creates_no_folder(tmp_p
         with pytest.raises(DataError, match=words):
             prepare(data)
         assert not folder.exists()
-
-
-def test_the_held_out_files_are_the_validation_set_and_nothing_else_is_held_out(tmp_path: Path) -> None:
-    for name, texts in {"train": ["one two", "three"], "val": ["four"]}.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    data = Data(
-        name="own", source=".", files="train*", validation_files="val*", tokenizer="bytes", validation_fraction=0.5
-    )
-    prepare(data)
-    corpus = open_corpus(data)
-    read = {"train": corpus.train["own"], "validation": corpus.validation["own"]}
-    texts = {name: corpus.tokenizer.decode(tokens.read(0, len(tokens))) for name, tokens in read.items()}
-    assert texts == {"train": "one two<|endoftext|>three<|endoftext|>", "validation": "four<|endoftext|>"}
 
 
 def test_each_source_of_a_mixture_gets_its_share_of_max_tokens_and_further_sets_are_held_out_completely(
@@ -257,12 +230,6 @@ def test_too_little_space_is_an_error_before_anything_is_written(local: Local, m
     with pytest.raises(DataError, match=r"will take about .*, and 10 bytes are free"):
         prepare(local())
     assert left_over(token_folders(local())["local"]) == set()
-
-
-def test_a_folder_that_cannot_be_written_is_an_error(local: Local) -> None:
-    Path("file").write_text("")
-    with pytest.raises(DataError, match="cannot prepare token files"):
-        prepare(local(path="file/tokens"))
 
 
 def prefixing_tokenizer() -> str:
