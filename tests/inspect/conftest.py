@@ -1,5 +1,4 @@
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from depthlm.config import Config
 from depthlm.inspect import collect
 from depthlm.model import Decoder, initialize
 
+from ..options import configuration
 from ..pictures import quick_pictures, rendered
 
 __all__ = ["quick_pictures", "rendered"]
@@ -27,10 +27,9 @@ TOKENS = torch.randint(256, (3, 12), generator=torch.Generator().manual_seed(0))
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
-@cache
 def composed(*overrides: str) -> Config:
-    """Return the configuration of a small decoder with these overrides, composed once for all tests."""
-    return depthlm.compose([*SHAPE, *overrides])
+    """Return the configuration of a small decoder with these overrides."""
+    return configuration(*SHAPE, *overrides)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from depthlm.config import compose_anywhere
 from depthlm.inspect import collect
 from depthlm.locations import CONF, REPOSITORY
 
-from ..options import option
+from ..options import option, parts_of
 
 PRESETS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 OPTIONS = [
@@ -27,8 +27,7 @@ HEADINGS = re.findall(r"^### (.*)$", (REPOSITORY / "docs/mechanisms.md").read_te
 
 def mechanism_of(preset: str) -> str:
     """Return the option that replaces one of vanilla; a preset of another name only has other settings."""
-    defaults = [default for default in option("model", preset)["defaults"] if isinstance(default, dict)]
-    (name,) = ({name for default in defaults for name in default.values()} - PLAIN) or {"residual"}
+    (name,) = ({*parts_of(preset).values()} - PLAIN) or {"residual"}
     return name
 
 

@@ -25,7 +25,7 @@ from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.training.checkpoint import init_from
 from depthlm.training.checkpoint.init_from import Source, copy_weights, import_weights
 
-from ...options import option
+from ...options import mechanism, option
 
 PLAIN = {"connection": "residual", "attention": "self_attention"}
 SHAPE = {
@@ -39,11 +39,7 @@ def presets() -> list[Any]:
     """Return the name and the parts of every preset and of every connection without one."""
     found = {}
     for path in sorted((CONF / "model").glob("*.yaml")):
-        preset = option("model", path.stem)
-        names = {
-            part: name for default in preset["defaults"] if isinstance(default, dict) for part, name in default.items()
-        }
-        found[path.stem] = {part: option(f"model/{part}", names[part]) | preset.get(part, {}) for part in PLAIN}
+        found[path.stem] = mechanism(path.stem)
     for path in sorted((CONF / "model/connection").glob("*.yaml")):
         if path.stem not in found and path.stem != "residual":
             found[path.stem] = parts(connection=option("model/connection", path.stem))
