@@ -3,7 +3,6 @@ and recomputation meet: tokens depend only on earlier ones of their document, a 
 change nothing, packed documents equal single ones, also their gradients, and recomputation changes nothing."""
 
 import copy
-import functools
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -30,8 +29,6 @@ MIXERS = {
     "latent": {"mixers": ["latent"], "position": "none", "qk_norm": "none"},
     "delta": {"mixers": ["delta", "attention"]},
 }
-
-
 ATTENTIONS = ["vanilla", *(name for name in PRESETS if parts_of(name)["attention"] != "self_attention")]
 IN_PRESETS = [name for name in PRESETS if name not in ATTENTIONS[1:]]
 FURTHER = sorted({path.stem for path in (CONF / "model/connection").glob("*.yaml")} - {*PRESETS, "residual"})
@@ -40,9 +37,7 @@ CONNECTIONS = IN_PRESETS + FURTHER
 
 def allowed(row: Row) -> bool:
     # the backbone that has mixers of its own
-    return (row.get("backbone"), row.get("mixers", "own")) not in {
-        ("kimi_linear", name) for name in MIXERS if name != "own"
-    }
+    return row.get("backbone") != "kimi_linear" or row.get("mixers", "own") == "own"
 
 
 AXES: dict[str, Any] = {
@@ -52,8 +47,7 @@ AXES: dict[str, Any] = {
 CASES = covering(allowed, **AXES)
 
 
-@functools.cache
-def built(connection: str, backbone: str, attention: str, mixers: str, loops: int) -> Decoder:
+def build_decoder(connection: str, backbone: str, attention: str, mixers: str, loops: int) -> Decoder:
     config = configuration(f"model.loops={loops}", f"size.num_layers={4 // loops}", "size.num_experts=4")
     changes = MIXERS[mixers] | ({"mixers": ["delta", "latent"]} if backbone == "kimi_linear" else {})
     further = connection in FURTHER
@@ -72,7 +66,7 @@ def built(connection: str, backbone: str, attention: str, mixers: str, loops: in
 
 
 def decoder_of(row: Row) -> Decoder:
-    model = copy.deepcopy(built(*(row[axis] for axis in ("connection", "backbone", "attention", "mixers", "loops"))))
+    model = build_decoder(*(row[axis] for axis in ("connection", "backbone", "attention", "mixers", "loops")))
     model.mask_documents(row["mask"], END)
     return model
 
@@ -221,7 +215,7 @@ COMPILED = {
 def test_compile_changes_nothing(name: str, backend: str, precision: str) -> None:
     connection, backbone, attention, mask, recompute, loops = COMPILED[name]
     torch.compiler.reset()
-    model = copy.deepcopy(built(connection, backbone, attention, "own", loops))
+    model = build_decoder(connection, backbone, attention, "own", loops)
     model.mask_documents(mask, END)
     other = copy.deepcopy(model)
     other.activation_checkpointing = recompute
