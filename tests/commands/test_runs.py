@@ -132,35 +132,30 @@ def test_options_that_make_no_sense_together_are_an_error(root: Path) -> None:
     assert len(list(root.rglob("config.yaml"))) == 4
 
 
-def test_nothing_is_removed_without_a_confirmation(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["model=mhc", "--prune"], "depthlm runs")
-    printed = capsys.readouterr().out
-    assert "outputs/default/broken" in printed
-    assert "2 to remove" in printed
-    assert "Nothing was removed; --yes removes them." in printed
-    assert len(names(root)) == 4
-
-
-def test_yes_removes_the_matching_runs_and_prints_what_was_freed(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(["model=mhc", "--prune", "--yes"], "depthlm runs")
-    printed = capsys.readouterr().out
-    assert "removed outputs/default/broken" in printed
-    assert "Removed 2 of 2:" in printed
-    assert "KiB freed" in printed
+def test_only_matching_runs_are_removed_and_only_after_yes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words, left in (
+        (["model=nothing", "--prune", "--yes"], ["nothing to remove"], 4),
+        (["model=mhc", "--prune"],
+         ["outputs/default/broken", "2 to remove", "Nothing was removed; --yes removes them."], 4),
+        (["model=mhc", "--prune", "--yes"],
+         ["removed outputs/default/broken", "Removed 2 of 2:", "KiB freed"], 2),
+    ):  # fmt: skip
+        main(arguments, "depthlm runs")
+        printed = capsys.readouterr().out
+        assert [text for text in words if text not in printed] == []
+        assert len(names(root)) == left
     assert names(root) == ["base", "new"]
 
 
-@pytest.mark.parametrize(("typed", "left"), [("2\n", 2), ("1\n", 4), ("yes\n", 4), ("", 4)])
-def test_a_terminal_asks_for_the_number(root: Path, monkeypatch: pytest.MonkeyPatch, typed: str, left: int) -> None:
-    output = Terminal()
-    monkeypatch.setattr("sys.stdin", Terminal(typed))
-    monkeypatch.setattr("sys.stdout", output)
-    main(["model=mhc", "--prune"], "depthlm runs")
-    assert "Type 2 to remove them" in output.getvalue()
-    assert ("Nothing was removed." in output.getvalue()) == (left == 4)
-    assert len(names(root)) == left
+def test_a_terminal_asks_for_the_number(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for typed, left in (("1\n", 4), ("yes\n", 4), ("", 4), ("2\n", 2)):
+        output = Terminal()
+        monkeypatch.setattr("sys.stdin", Terminal(typed))
+        monkeypatch.setattr("sys.stdout", output)
+        main(["model=mhc", "--prune"], "depthlm runs")
+        assert "Type 2 to remove them" in output.getvalue()
+        assert ("Nothing was removed." in output.getvalue()) == (left == 4)
+        assert len(names(root)) == left
 
 
 def test_json_lists_what_would_be_removed_and_with_yes_what_was(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,9 +194,3 @@ def test_a_folder_that_cannot_be_removed_is_an_error_after_the_others_are_remove
     with pytest.raises(UserError, match="outputs/default/broken cannot be removed"):
         main(["model=mhc", "--prune", "--yes"], "depthlm runs")
     assert names(root) == ["base", "new"]
-
-
-def test_a_filter_that_matches_nothing_removes_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["model=nothing", "--prune", "--yes"], "depthlm runs")
-    assert "nothing to remove" in capsys.readouterr().out
-    assert len(names(root)) == 4

@@ -14,12 +14,15 @@ def _current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SETTINGS.parent.mkdir()
 
 
-def test_without_a_file_all_keys_have_their_defaults() -> None:
+def test_without_a_file_and_with_one_that_sets_nothing_all_keys_have_their_defaults() -> None:
     assert read_cluster([]) == Cluster()
     assert Cluster().options() == [
         "--time=24:00:00", "--nodes=1", "--ntasks-per-node=8", "--cpus-per-task=8", "--gpus-per-node=8",
         "--signal=B:USR1@120",
     ]  # fmt: skip
+    for content in ("", "# nothing yet\n", "extra: []\n", "setup:\n"):
+        SETTINGS.write_text(content)
+        assert read_cluster([]) == Cluster()
 
 
 def test_a_file_changes_defaults_and_the_command_line_takes_precedence() -> None:
@@ -39,12 +42,6 @@ def test_a_file_changes_defaults_and_the_command_line_takes_precedence() -> None
         extra=["--exclude=n1,n2", "--constraint=h100"],
     )
     assert {"--partition=h100", "--time=12:00:00", "--nodes=3", "--exclude=n1,n2"} <= set(cluster.options())
-
-
-def test_a_file_may_set_nothing() -> None:
-    for content in ("", "# nothing yet\n", "extra: []\n", "setup:\n"):
-        SETTINGS.write_text(content)
-        assert read_cluster([]) == Cluster()
 
 
 def test_extra_options_may_contain_commas_and_brackets() -> None:

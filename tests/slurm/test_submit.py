@@ -98,6 +98,7 @@ def test_a_missing_sbatch_is_reported(
         submit(*small_run())
 
 
+@pytest.mark.slow
 def test_points_that_start_from_another_form_a_later_array(
     small_run: Overrides, tmp_path: Path, submit: Submit
 ) -> None:

@@ -16,29 +16,20 @@ def factors(schedule: Schedule, warmup: int, steps: int) -> list[float]:
     return [lr_factor(schedule, step, warmup, steps) for step in range(steps)]
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_warm_up_is_linear_and_reaches_the_peak(name: str) -> None:
-    curve = factors(Schedule(name=name, min_lr_ratio=0.0), 10, 100)
-    assert curve[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+def test_warm_up_is_linear_and_reaches_the_peak() -> None:
+    for name in SHAPES:
+        curve = factors(Schedule(name=name, min_lr_ratio=0.0), 10, 100)
+        assert curve[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
 
 
-def test_cosine_is_halfway_in_the_middle_and_ends_on_the_floor() -> None:
-    curve = factors(Schedule(name="cosine", min_lr_ratio=0.1), 10, 110)
-    assert curve[59] == pytest.approx(0.55)
-    assert curve[-1] == pytest.approx(0.1)
-
-
-def test_inverse_sqrt_halves_at_four_times_the_warm_up() -> None:
-    curve = factors(Schedule(name="inverse_sqrt", min_lr_ratio=0.0), 100, 1000)
-    assert curve[399] == pytest.approx(0.5)
-    assert curve[899] == pytest.approx(1 / 3)
-
-
-def test_wsd_is_flat_then_linear_to_the_floor() -> None:
-    curve = factors(Schedule(name="wsd", min_lr_ratio=0.0, decay_ratio=0.2), 10, 100)
-    assert curve[9:80] == [1.0] * 71
-    assert curve[89] == pytest.approx(0.5)
-    assert curve[-1] == 0.0
+def test_each_schedule_has_the_values_of_its_closed_form() -> None:
+    cosine = factors(Schedule(name="cosine", min_lr_ratio=0.1), 10, 110)
+    assert [cosine[59], cosine[-1]] == pytest.approx([0.55, 0.1])
+    inverse_sqrt = factors(Schedule(name="inverse_sqrt", min_lr_ratio=0.0), 100, 1000)
+    assert [inverse_sqrt[399], inverse_sqrt[899]] == pytest.approx([0.5, 1 / 3])
+    wsd = factors(Schedule(name="wsd", min_lr_ratio=0.0, decay_ratio=0.2), 10, 100)
+    assert wsd[9:80] == [1.0] * 71
+    assert [wsd[89], wsd[-1]] == pytest.approx([0.5, 0.0])
 
 
 @given(
