@@ -3,7 +3,7 @@
 import gc
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -57,16 +57,6 @@ def train_on_ranks(overrides: list[str]) -> int | str:
         return train(depthlm.compose(overrides))
     except UserError as error:
         return str(error)
-
-
-def train_and_resume(
-    two_ranks: TwoRanks, overrides: Callable[..., list[str]], given: Sequence[str], stops: Sequence[int]
-) -> None:
-    """Train "two" on two ranks, and "resumed", which stops after each of these steps, with the same settings."""
-    assert two_ranks(train_on_ranks, overrides(*given, name="two")) == [0, 0]
-    for stop in stops:
-        stopped = overrides(*given, f"training.stop_after={stop}", name="resumed")
-        assert two_ranks(train_on_ranks, stopped) == [0, 0]
 
 
 def _serve(pipe: Connection) -> None:
