@@ -23,6 +23,7 @@ from depthlm.runs.records import (
 from depthlm.sweeps import Point
 from depthlm.sweeps.table import print_points
 
+WRONG: list[Any] = ["2.5", [2.5], True, 10**400]
 SUMMARY = {"steps": 100, "validation_loss": 2.5, "parameters": 10, "mfu": None}
 
 
@@ -88,25 +89,12 @@ def test_a_metric_of_a_comparison_is_read_from_the_same_file_of_all_runs(tmp_pat
     assert with_one_source([read_run(evaluated)])[0].number(name) == 2.1
 
 
-@pytest.mark.parametrize(
-    ("value", "result", "is_damaged"),
-    [
-        (2.5, 2.5, False),
-        (None, math.inf, False),
-        (math.nan, math.inf, False),
-        ("2.5", None, True),
-        ([2.5], None, True),
-        (True, None, True),
-        (10**400, None, True),
-    ],
-)
-def test_a_number_that_is_not_finite_is_a_result_and_damage_is_none(
-    tmp_path: Path, value: Any, result: float | None, is_damaged: bool
-) -> None:
-    run = read_run(write(tmp_path, summary=SUMMARY | {"validation_loss": value, "validation/a/text": "0a, 5 tokens"}))
-    assert (run.state, run.result("validation_loss"), run.result("none")) == (COMPLETE, result, None)
-    assert (run.damage is not None) == is_damaged
-    assert run.damage is None or run.damage.endswith("summary.json: validation_loss is not a number")
+def test_a_number_that_is_not_finite_is_a_result_and_damage_is_none(tmp_path: Path) -> None:
+    for value, result in ((2.5, 2.5), (None, math.inf), (math.nan, math.inf), *((wrong, None) for wrong in WRONG)):
+        run = read_run(write(tmp_path, summary=SUMMARY | {"validation_loss": value, "validation/a/text": "0a, 5"}))
+        assert (run.state, run.result("validation_loss"), run.result("none")) == (COMPLETE, result, None)
+        assert (run.damage is not None) == (result is None)
+        assert run.damage is None or run.damage.endswith("summary.json: validation_loss is not a number")
 
 
 def test_validation_sets_of_one_name_and_other_text_are_named(tmp_path: Path) -> None:
