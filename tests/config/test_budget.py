@@ -85,20 +85,16 @@ def test_settings_of_the_command_line_are_preserved() -> None:
     assert (run_steps(longer), longer.schedule.warmup_steps) == (50, 5)
 
 
-@pytest.mark.parametrize("source", [[], [MINE], ["experiment=depth_attention/scaling"]], ids=str)
-def test_a_size_is_shrunk_with_and_without_an_experiment_but_not_its_single_keys(source: list[str]) -> None:
-    size = compose_anywhere([*source, "size=1.5b", "budget=smoke", "size.intermediate_size=100"]).size
-    assert (size.hidden_size, size.num_layers, size.intermediate_size, size.vocab_size) == (96, 48, 100, 320)
-
-
-def test_settings_of_a_point_are_reduced() -> None:
+def test_a_size_is_shrunk_with_and_without_an_experiment_but_not_its_single_keys() -> None:
+    for source in ([], [MINE], ["experiment=depth_attention/scaling"]):
+        size = compose_anywhere([*source, "size=1.5b", "budget=smoke", "size.intermediate_size=100"]).size
+        assert (size.hidden_size, size.num_layers, size.intermediate_size, size.vocab_size) == (96, 48, 100, 320)
+    # and with that of a point
     (point,) = sweep_points(["experiment=depthlm/scaling", "size=nano_630k", "model=mhc", "seed=1", "budget=smoke"])
     assert compose(point.overrides).size.hidden_size == 4
 
 
-@pytest.mark.parametrize(
-    ("width", "divisor", "expected"),
-    [(960, 16, 64), (1152, 16, 72), (2540, 16, 160), (771, 16, 48), (64, 16, 4), (12, 16, 4), (771, 1, 771)],
-)
-def test_divided_widths_are_even(width: int, divisor: int, expected: int) -> None:
-    assert divided(width, divisor) == expected
+def test_divided_widths_are_even() -> None:
+    widths = {960: 64, 1152: 72, 2540: 160, 771: 48, 64: 4, 12: 4}
+    assert {width: divided(width, 16) for width in widths} == widths
+    assert divided(771, 1) == 771

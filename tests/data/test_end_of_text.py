@@ -97,14 +97,11 @@ def test_each_document_ends_with_the_wanted_token_and_has_no_other(
     assert len({*folders.values()}) == 3
     # the token that is taken in any case changes no folder
     assert token_folders(local(**settings, end_of_text="<|im_end|>")) == {"local": folders[4]}
+    # our own tokenizers have their own
+    ours = token_folders(local(tokenizer="bytes"))
+    assert token_folders(local(tokenizer="bytes", end_of_text="<|endoftext|>")) == ours
+    with pytest.raises(DataError, match=r"tokenizer=bytes ends documents with <\|endoftext\|>"):
+        prepare(local(tokenizer="bytes", end_of_text="</s>"))
     mixed = {"a": Source(path=str(folders[4]), weight=1), "b": Source(path=str(folders[0]), weight=1)}
     with pytest.raises(DataError, match="another tokenizer or end of text"):
         open_corpus(Data(name="mix", sources=mixed))
-
-
-def test_our_own_tokenizers_have_their_own_end_of_text(local: Local) -> None:
-    assert token_folders(local(tokenizer="bytes", end_of_text="<|endoftext|>")) == token_folders(
-        local(tokenizer="bytes")
-    )
-    with pytest.raises(DataError, match=r"tokenizer=bytes ends documents with <\|endoftext\|>"):
-        prepare(local(tokenizer="bytes", end_of_text="</s>"))

@@ -49,12 +49,10 @@ def test_any_text_round_trips_and_never_encodes_to_a_special_token(kind: str, te
 
 @given(ANY_TEXT)
 def test_byte_b_is_token_b(text: str) -> None:
-    assert bytes(built_in("bytes").encode_batch([text])[0]) == text.encode()
-
-
-def test_every_byte_has_its_token_even_bytes_that_are_never_in_utf8() -> None:
     tokenizer = built_in("bytes")
+    assert bytes(tokenizer.encode_batch([text])[0]) == text.encode()
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (258, 256)
+    # bytes that are never in UTF-8 have tokens too
     assert tokenizer.decode([0xC3, 0xA9, 256, 0xFF, 257]) == "é<|endoftext|>\ufffd<|padding|>"
 
 
@@ -225,14 +223,10 @@ def test_the_ids_of_all_tokens_are_those_of_the_file(kind: str) -> None:
     assert tokenizer_of(kind).unknown == (None if kind == "byte_level" else 0)
 
 
-def test_dropout_is_off_and_known() -> None:
+def test_dropout_is_off_and_a_tokenizer_that_drops_characters_is_recognized() -> None:
     tokenizer = tokenizer_of("byte_level")
-    assert tokenizer.dropout == 0.5
+    assert (tokenizer.dropout, tokenizer_of("unigram").dropout) == (0.5, None)
     assert len({tuple(ids) for ids in tokenizer.encode_batch(["the cat and the hat"] * 50)}) == 1
-    assert tokenizer_of("unigram").dropout is None
-
-
-def test_a_tokenizer_that_drops_characters_is_recognized() -> None:
     record = json.loads(text_of("sentencepiece_bpe"))
     assert not any(tokenizer_of(kind).drops_unknown for kind in KINDS)
     record["model"] |= {"unk_token": None, "byte_fallback": False}

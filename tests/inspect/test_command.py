@@ -15,13 +15,8 @@ from depthlm.inspect.command import sublayer_norm_picture, windows
 from depthlm.training import train
 
 ROWS = [
-    {
-        "step": step,
-        "attention_output": [1.0, 2.0 * step],
-        "mlp_output": [0.5, 0.25],
-        "attention_gradient": [1e-3, 1e-4],
-        "mlp_gradient": [None, 1e-5],
-    }
+    {"step": step, "attention_output": [1.0, 2.0 * step], "mlp_output": [0.5, 0.25]}
+    | {"attention_gradient": [1e-3, 1e-4], "mlp_gradient": [None, 1e-5]}
     for step in (1, 5, 10)
 ]
 
@@ -74,7 +69,7 @@ def test_writes_pictures_and_arrays(
     np.testing.assert_array_equal(arrays["blocks_mlp_gradient"], [row["mlp_gradient"] for row in rows])
 
 
-def test_own_text_and_another_folder(
+def test_own_text_another_folder_and_several_runs(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     inspect(monkeypatch, f"run={trained}", "text=the depth of a stream", f"to={tmp_path / 'new' / 'there'}")
@@ -82,9 +77,6 @@ def test_own_text_and_another_folder(
     folder = tmp_path / "new" / "there"
     assert np.load(folder / "arrays.npz")["moda_maps_1"].shape == (2, 21, 23)
     assert (folder / "attention_residuals_weights_tokens.png").exists()
-
-
-def test_depth_mixing_matrices_of_several_runs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inspect(monkeypatch, f"run={trained}", f"compare={trained},{trained}", "text=the depth", f"to={tmp_path}")
     arrays = np.load(tmp_path / "arrays.npz")
     assert arrays["depth_mixing"].shape == (5, 5)
@@ -145,8 +137,12 @@ def test_bad_arguments_are_refused(
     assert f"no checkpoint in it; python train.py run={bare} resume=retrain" in message(f"run={bare}")
 
 
-def test_missing_token_files_are_reported(
-    trained: Path, token_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_missing_token_files_and_a_full_disk_are_reported_without_traceback(
+    trained: Path,
+    token_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     away = token_folder.rename(token_folder.with_name("away"))
     try:
@@ -155,10 +151,6 @@ def test_missing_token_files_are_reported(
     finally:
         away.rename(token_folder)
 
-
-def test_full_disk_is_reported_without_traceback(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 

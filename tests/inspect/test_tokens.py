@@ -44,17 +44,15 @@ def test_spaces_and_line_breaks_are_visible_and_dollar_signs_are_no_formula() ->
     (tokens,) = tokenizer.encode_batch(["a b\n\t$é"])
     assert token_names(tokenizer, tokens) == ["a", "\u2423", "b", "\\n", "\\t", "\\$", "\ufffd", "\ufffd"]
 
+    assert named_tokens(NAMED) == list(range(NAMED))
+    assert named_tokens(NAMED + 1) == list(range(0, NAMED + 1, 2))
+    assert named_tokens(1) == [0]
+
     class Long:
         def decode(self, ids: list[int]) -> str:
             return " " + "x" * ids[0]
 
     assert token_names(cast(Tokenizer, Long()), [13, 14]) == ["\u2423" + "x" * 13, "\u2423" + "x" * 12 + "…"]
-
-
-def test_every_kth_of_many_tokens_is_named() -> None:
-    assert named_tokens(NAMED) == list(range(NAMED))
-    assert named_tokens(NAMED + 1) == list(range(0, NAMED + 1, 2))
-    assert named_tokens(1) == [0]
 
 
 def test_the_mean_of_the_tokens_is_the_map_of_the_layer(build: Build) -> None:
@@ -76,7 +74,7 @@ def test_the_mean_of_the_tokens_is_the_read_of_the_sublayer(build: Build) -> Non
     np.testing.assert_allclose(first, found["attention_residuals_weights_mlp"][0, : len(first)], rtol=1e-5)
 
 
-def test_the_mean_of_the_tokens_is_the_weight_of_the_block(build: Build) -> None:
+def test_the_mean_of_the_tokens_is_the_weight_of_the_block_or_the_map_of_the_streams(build: Build) -> None:
     _, found = pictures_of(with_noise(build("model=dca")))
     for layer in (1, 2, 3):
         values = found[f"dca_weights_tokens_attention_{layer}"]
@@ -84,14 +82,10 @@ def test_the_mean_of_the_tokens_is_the_weight_of_the_block(build: Build) -> None
         expected = found["dca_weights_attention"][layer, :, : layer + 1]
         np.testing.assert_allclose(values.mean(-1), expected, rtol=1e-5)
         assert (values.std(-1).max(-1) > 0).all()
-
-
-def test_the_mean_of_the_tokens_is_the_map_of_the_streams(build: Build) -> None:
     _, found = pictures_of(with_noise(build("model=mhc")))
-    for kind, layer in (("attention", 0), ("attention", 1), ("mlp", 2), ("mlp", 3)):
-        for part in ("pre", "post"):
-            values = found[f"mhc_{part}_tokens_{kind}_{layer}"]
-            np.testing.assert_allclose(values.mean(1), found[f"mhc_{part}_{kind}"][layer], rtol=1e-5)
+    for place in ("pre_{}attention_0", "post_{}attention_1", "post_{}mlp_2", "pre_{}mlp_3"):
+        values, means = found[f"mhc_{place.format('tokens_')}"], found[f"mhc_{place.format('')[:-2]}"]
+        np.testing.assert_allclose(values.mean(1), means[int(place[-1])], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +103,7 @@ def test_weights_that_are_the_same_for_all_tokens_have_no_picture_of_tokens(buil
     assert not [name for name in pictures if "tokens" in name]
 
 
-def test_only_the_first_window_of_a_given_text_is_shown(build: Build) -> None:
+def test_only_the_first_window_of_a_given_text_is_shown_with_its_tokens(build: Build) -> None:
     model = build("model=depth_attention")
     _, alone = pictures_of(model, TOKENS[:1], names=NAMES[:7])
     _, first = pictures_of(model, TOKENS[:2], TOKENS[2:], names=NAMES[:7])
@@ -119,10 +113,8 @@ def test_only_the_first_window_of_a_given_text_is_shown(build: Build) -> None:
     )
     pictures, _ = pictures_of(model, names=())
     assert list(pictures) == ["depth_attention_weights"]
-
-
-def test_the_lowest_panels_name_the_tokens(build: Build) -> None:
-    pictures, _ = pictures_of(build("model=depth_attention"))
+    # the lowest panels name the tokens
+    pictures, _ = pictures_of(model)
     *panels, bar = pictures["depth_attention_weights_tokens"].draw().axes
     assert [place.get_title() for place in panels] == ["layer 1", "layer 2", "layer 3"]
     names = [[label.get_text() for label in place.get_xticklabels()] for place in panels]

@@ -77,23 +77,18 @@ def contents(run: Path) -> dict[str, tuple[int, int]]:
     return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
-def test_a_refused_command_changes_nothing_in_the_run(small_run: Overrides, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert train(depthlm.compose(small_run("training.max_steps=4", "training.stop_after=2"))) == 0
-    before = contents(run)
-    with pytest.raises(UserError, match="holds a run with another configuration"):
-        train(depthlm.compose(small_run("training.max_steps=4", "optimizer.lr=0.5")))
-    with pytest.raises(UserError, match="resume=never"):
-        train(depthlm.compose(small_run("training.max_steps=4", "resume=never")))
-    assert contents(run) == before
-    assert read_run(run).state == STOPPED
-
-
-def test_a_failed_attempt_of_the_run_itself_is_recorded(
+def test_a_refused_command_changes_nothing_in_the_run_and_a_failed_attempt_is_recorded(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overrides = small_run("training.max_steps=4")
+    run, overrides = tmp_path / "run", small_run("training.max_steps=4")
     assert train(depthlm.compose([*overrides, "training.stop_after=2"])) == 0
+    before = contents(run)
+    with pytest.raises(UserError, match="holds a run with another configuration"):
+        train(depthlm.compose([*overrides, "optimizer.lr=0.5"]))
+    with pytest.raises(UserError, match="resume=never"):
+        train(depthlm.compose([*overrides, "resume=never"]))
+    assert contents(run) == before
+    assert read_run(run).state == STOPPED
 
     def fail(*_: object) -> None:
         raise ValueError("out of luck")
@@ -101,22 +96,13 @@ def test_a_failed_attempt_of_the_run_itself_is_recorded(
     monkeypatch.setattr(trainer, "train_step", fail)
     with pytest.raises(ValueError, match="out of luck"):
         train(depthlm.compose(overrides))
-    failure = json.loads((tmp_path / "run/failure.json").read_text())
-    assert failure["error"] == "ValueError: out of luck"
-    assert read_run(tmp_path / "run").state == FAILED
+    assert json.loads((run / "failure.json").read_text())["error"] == "ValueError: out of luck"
+    assert read_run(run).state == FAILED
 
 
 def test_a_folder_with_files_of_the_user_is_not_used_as_a_run_directory(small_run: Overrides, tmp_path: Path) -> None:
     config, folder = depthlm.compose(small_run()), tmp_path / "run"
-    for name in (
-        "config.yaml",
-        "tokenizer.json",
-        "metrics.jsonl",
-        "loss.png",
-        "failure.json",
-        "train.log",
-        "checkpoints",
-    ):
+    for name in ("config.yaml", "tokenizer.json", "metrics.jsonl", "loss.png", "failure.json", "checkpoints"):
         file = folder / name / "of mine" if name == "checkpoints" else folder / name
         file.parent.mkdir(parents=True)
         file.write_text("mine: 1\n")

@@ -23,6 +23,7 @@ from depthlm.runs.records import (
 from depthlm.sweeps import Point
 from depthlm.sweeps.table import print_points
 
+WRONG: list[Any] = ["2.5", [2.5], True, 10**400]
 SUMMARY = {"steps": 100, "validation_loss": 2.5, "parameters": 10, "mfu": None}
 
 
@@ -88,25 +89,12 @@ def test_a_metric_of_a_comparison_is_read_from_the_same_file_of_all_runs(tmp_pat
     assert with_one_source([read_run(evaluated)])[0].number(name) == 2.1
 
 
-@pytest.mark.parametrize(
-    ("value", "result", "is_damaged"),
-    [
-        (2.5, 2.5, False),
-        (None, math.inf, False),
-        (math.nan, math.inf, False),
-        ("2.5", None, True),
-        ([2.5], None, True),
-        (True, None, True),
-        (10**400, None, True),
-    ],
-)
-def test_a_number_that_is_not_finite_is_a_result_and_damage_is_none(
-    tmp_path: Path, value: Any, result: float | None, is_damaged: bool
-) -> None:
-    run = read_run(write(tmp_path, summary=SUMMARY | {"validation_loss": value, "validation/a/text": "0a, 5 tokens"}))
-    assert (run.state, run.result("validation_loss"), run.result("none")) == (COMPLETE, result, None)
-    assert (run.damage is not None) == is_damaged
-    assert run.damage is None or run.damage.endswith("summary.json: validation_loss is not a number")
+def test_a_number_that_is_not_finite_is_a_result_and_damage_is_none(tmp_path: Path) -> None:
+    for value, result in ((2.5, 2.5), (None, math.inf), (math.nan, math.inf), *((wrong, None) for wrong in WRONG)):
+        run = read_run(write(tmp_path, summary=SUMMARY | {"validation_loss": value, "validation/a/text": "0a, 5"}))
+        assert (run.state, run.result("validation_loss"), run.result("none")) == (COMPLETE, result, None)
+        assert (run.damage is not None) == (result is None)
+        assert run.damage is None or run.damage.endswith("summary.json: validation_loss is not a number")
 
 
 def test_validation_sets_of_one_name_and_other_text_are_named(tmp_path: Path) -> None:
@@ -130,18 +118,16 @@ def test_a_number_before_the_end_is_that_of_the_nearest_validation(tmp_path: Pat
     assert read_run(run).number("validation_loss", at=0.45) is None
 
 
-@pytest.mark.parametrize("damage", [b"\xff\xfe{", b'{"loss": 2}\n', b"[1, 2]\n", b"nonsense", b""])
-def test_damaged_files_affect_only_their_own_numbers(
-    tmp_path: Path, damage: bytes, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_files_affect_only_their_own_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken, valid = write(tmp_path / "broken"), write(tmp_path / "valid", rows=100, summary=SUMMARY)
-    for name in ("metrics.jsonl", "summary.json", "evaluation.json", "failure.json"):
-        (broken / name).write_bytes(damage)
-    record = read_run(broken)
-    assert (record.step, record.number("validation_loss")) == (None, None)
-    assert record.damage == f"{broken}/summary.json: no object with a number of `steps`"
-    print_points([Point([f"output_dir={path}"], parts={"label": path.name}) for path in (broken, valid)])
-    assert "2.5000" in capsys.readouterr().out
+    for damage in (b"\xff\xfe{", b'{"loss": 2}\n', b"[1, 2]\n", b"nonsense", b""):
+        for name in ("metrics.jsonl", "summary.json", "evaluation.json", "failure.json"):
+            (broken / name).write_bytes(damage)
+        record = read_run(broken)
+        assert (record.step, record.number("validation_loss")) == (None, None)
+        assert record.damage == f"{broken}/summary.json: no object with a number of `steps`"
+        print_points([Point([f"output_dir={path}"], parts={"label": path.name}) for path in (broken, valid)])
+        assert "2.5000" in capsys.readouterr().out
 
 
 def logged(*rows: tuple[int, float | None, int | None]) -> list[dict[str, Any]]:

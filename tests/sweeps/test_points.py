@@ -88,10 +88,8 @@ def test_a_value_of_the_points_selects_them(folder: Path) -> None:
     whole = {tuple(sorted(point.overrides)) for point in sweep_points(["experiment=mine/it"], folder)}
     # `later` still starts from the run of `plain`
     assert {tuple(sorted(point.overrides)) for point in points} <= whole
-
-
-def test_different_spellings_of_a_value_select_the_same_point(tmp_path: Path) -> None:
-    folder = write(tmp_path, MINE.replace("model: vanilla, paper", "model: vanilla, optimizer.lr: 0.001, paper"))
+    # in any spelling
+    write(folder, MINE.replace("model: vanilla, paper", "model: vanilla, optimizer.lr: 0.001, paper"))
     (point,) = sweep_points(["experiment=mine/it", "optimizer.lr=1e-3"], folder)
     assert (point.label, point.paper) == ("plain", {"loss": 2.5})
     assert "optimizer.lr=0.001" in point.overrides

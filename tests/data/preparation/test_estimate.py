@@ -26,24 +26,17 @@ def test_the_estimate_of_local_text_follows_its_bytes(local: Local, text_folder:
     assert half.seconds == pytest.approx(full.seconds / 2, rel=0.01)
 
 
-def test_the_estimate_of_a_compressed_file_exceeds_its_size(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"x" * 10**6, 0))
-    data = Data(name="own", source=str(tmp_path), tokenizer="bytes")
-    estimated = estimate("own", data, data)
-    assert estimated is not None
-    assert 2e6 < estimated.text_bytes < 4e6
-
-
-def test_a_file_that_decompresses_to_an_absurd_size_is_logged_and_counted_as_such(
+def test_the_estimate_of_a_compressed_file_exceeds_its_size_and_an_absurd_one_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"x" * 2**28, 1))
     data = Data(name="own", source=str(tmp_path), tokenizer="bytes")
-    with caplog.at_level("WARNING", logger="depthlm"):
-        estimated = estimate("own", data, data)
-    assert estimated is not None
-    assert 2**27 < estimated.text_bytes < 2**29
-    assert "times as long as the compressed file" in caplog.text
+    for size, level, low, high in ((10**6, 0, 2e6, 4e6), (2**28, 1, 2**27, 2**29)):
+        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"x" * size, level))
+        with caplog.at_level("WARNING", logger="depthlm"):
+            estimated = estimate("own", data, data)
+        assert estimated is not None
+        assert low < estimated.text_bytes < high
+        assert ("times as long as the compressed file" in caplog.text) == (level == 1)
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,6 @@ from .preparing import content, go, left_over, ready
 Local = Callable[..., Data]
 
 
-def test_preparing_a_second_time_does_nothing(local: Local, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = prepare(local())["local"]
-    assert "prepared" in capsys.readouterr().err
-    times = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
-    assert prepare(local()) == {"local": folder}
-    assert times == {file: file.stat().st_mtime_ns for file in folder.iterdir()}
-    assert capsys.readouterr().err == ""
-
-
 def test_the_bytes_depend_neither_on_the_folder_nor_on_the_batch_size(
     local: Local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,9 +69,12 @@ def test_token_files_at_a_path_are_used_as_they_are(local: Local) -> None:
         prepare(local(path="tokens"))
 
 
-def test_a_renamed_corpus_is_not_prepared_again(local: Local, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_corpus_is_not_prepared_again_also_if_it_is_renamed(local: Local, capsys: pytest.CaptureFixture[str]) -> None:
     folder = prepare(local())["local"]
-    capsys.readouterr()
+    assert "prepared" in capsys.readouterr().err
+    times = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert prepare(local()) == {"local": folder}
+    assert times == {file: file.stat().st_mtime_ns for file in folder.iterdir()}
     renamed = local(name="renamed")
     assert prepare(renamed) == {"renamed": folder}
     assert capsys.readouterr().err == ""
