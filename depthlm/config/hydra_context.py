@@ -4,7 +4,7 @@ import argparse
 import functools
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -48,14 +48,13 @@ def compose_raw(overrides: Sequence[str], config_dir: str | Path | None) -> Dict
     Each choice of groups is composed once per process: a sweep may have hundreds of points that differ in keys alone.
     Raises HydraException or OmegaConfBaseException.
     """
-    opened = open_names(overrides)
-    parsed = OverridesParser.create().parse_overrides(opened)
-    if config_dir is not None:
-        raw = hydra.compose("config", [*opened, f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"])
-    else:
-        groups = [override for override in parsed if _is_composed(override)]
-        raw = pickle.loads(_composed_groups(tuple(str(override.input_line) for override in groups)))
-        ConfigLoaderImpl._apply_overrides_to_config([override for override in parsed if override not in groups], raw)
+    parsed = OverridesParser.create().parse_overrides(open_names(overrides))
+    folder = None if config_dir is None else Path(config_dir).resolve()
+    files = () if folder is None else _state_of(folder)
+    options = _options(folder, files)
+    groups = [override for override in parsed if _is_composed(override, options)]
+    raw = pickle.loads(_composed_groups(tuple(str(override.input_line) for override in groups), folder, files))
+    ConfigLoaderImpl._apply_overrides_to_config([override for override in parsed if override not in groups], raw)
     keep_text(raw, parsed)
     return raw
 
@@ -89,23 +88,33 @@ def keep_text(raw: DictConfig, overrides: Sequence[Override]) -> None:
             OmegaConf.update(raw, name, (override.input_line or "").partition("=")[2].strip())
 
 
-def _is_composed(override: Override) -> bool:
+def _is_composed(override: Override, groups: Set[str]) -> bool:
     """Return whether Hydra must see an override while it composes: it chooses an option, or Hydra refuses it."""
     name = override.key_or_group
     if "/" in name or name.startswith("hydra") or override.package is not None or override.is_sweep_override():
         return True
-    return name in _groups() and not isinstance(override.value(), dict)
+    return name in groups and not isinstance(override.value(), dict)
 
 
-@functools.cache
-def _groups() -> set[str]:
-    return set(available_groups(None))
+# files: with their times, so that a file that changes is read again
+Files = tuple[tuple[str, int, int], ...]
 
 
-@functools.cache
-def _composed_groups(overrides: tuple[str, ...]) -> bytes:
+def _state_of(folder: Path) -> Files:
+    states = ((str(file), file.stat()) for file in sorted(folder.rglob("*.yaml")) if file.is_file())
+    return tuple((name, state.st_mtime_ns, state.st_size) for name, state in states)
+
+
+@functools.lru_cache(maxsize=64)
+def _options(folder: Path | None, files: Files) -> Set[str]:
+    return available_groups(folder).keys()
+
+
+@functools.lru_cache(maxsize=1024)
+def _composed_groups(overrides: tuple[str, ...], folder: Path | None, files: Files) -> bytes:
+    path = [] if folder is None else [f"hydra.searchpath=['file://{folder}']"]
     # unpickling takes half the time of a deep copy
-    return pickle.dumps(hydra.compose("config", list(overrides)))
+    return pickle.dumps(hydra.compose("config", [*overrides, *path]))
 
 
 def ignored_files(config_dir: str | Path) -> list[Path]:

@@ -116,6 +116,8 @@ def test_a_mechanism_from_config_dir_composes(tmp_path: Path) -> None:
         "defaults: [connection: residual, attention: self_attention, _self_]\nname: mine\n"
     )
     assert depthlm.compose(["model=mine"], config_dir=tmp_path).model.name == "mine"
+    (tmp_path / "model/mine.yaml").write_text((tmp_path / "model/mine.yaml").read_text().replace("mine", "other"))
+    assert depthlm.compose(["model=mine"], config_dir=tmp_path).model.name == "other"
 
 
 def test_a_file_of_config_dir_that_hydra_would_not_read_is_named(tmp_path: Path) -> None:
@@ -171,13 +173,20 @@ def test_a_mechanism_is_named_after_its_parts(overrides: list[str], name: str) -
         ["model=dca", "size=360m", "model.connection.gate=printed", "optimizer.betas=[1,2]", "seed=${size.lr}"],
         ["data=olmo2_mix", "~data.sources.dclm", "data.sources.wiki.weight=2", "tracker.mode=offline"],
         ["experiment=depth_attention/stride", "budget=smoke", "training.max_steps=7"],
+        ["size=mine", "seed=3", "+model.connection.x=1", "+new/group=a"],
     ],
 )  # fmt: skip
-def test_composing_the_groups_once_gives_what_hydra_gives(overrides: list[str]) -> None:
+def test_composing_the_groups_once_gives_what_hydra_gives(overrides: list[str], tmp_path: Path) -> None:
+    (tmp_path / "size").mkdir()
+    shutil.copy(CONF / "size/micro.yaml", tmp_path / "size/mine.yaml")
+    (tmp_path / "new/group").mkdir(parents=True)
+    (tmp_path / "new/group/a.yaml").write_text("b: 1")
+    folder = tmp_path if "size=mine" in overrides else None
+    path = [] if folder is None else [f"hydra.searchpath=['file://{folder}']"]
     with hydra_at_conf():
-        expected = hydra.compose("config", [*open_names(overrides)])
+        expected = hydra.compose("config", [*open_names(overrides), *path])
         for _ in range(2):
-            raw = compose_raw(overrides, None)
+            raw = compose_raw(overrides, folder)
             assert OmegaConf.to_container(raw) == OmegaConf.to_container(expected)
             assert OmegaConf.is_struct(raw)
             OmegaConf.update(raw, "seed", 9)
