@@ -83,7 +83,8 @@ TABLE_1 = {
 @pytest.mark.parametrize("preset", TABLE_1)
 def test_table_1_of_attention_residuals(cost: Any, preset: str) -> None:
     printed, formula = TABLE_1[preset]
-    for width in (64, 2048):
+    # only the maps depend on the width
+    for width in (64, 2048) if preset == "mhc" else (64,):
         costs = cost(f"model={preset}", "size=micro", f"size.num_layers={L // 2}", f"size.hidden_size={width}")
         assert costs.two_phase_io == pytest.approx(formula(width), rel=1e-12)
         # the printed number leaves out the maps, which have 48 values

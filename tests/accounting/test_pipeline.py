@@ -1,5 +1,6 @@
 """What mechanisms send in a pipeline, against the formulas of Attention Residuals (arXiv 2603.15031, section 4.1)."""
 
+import functools
 import json
 import re
 import sys
@@ -13,6 +14,7 @@ from depthlm.accounting.pipeline import Schedule, Sent, read_schedule, transitio
 from depthlm.config import mechanisms
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
+from depthlm.model import Decoder
 
 from ..options import configuration
 
@@ -21,9 +23,13 @@ SHAPE = ["size=micro", "size.num_layers=32", "size.num_heads=4", "size.num_kv_he
 D, KV = 64, 2 * 2 * 8
 
 
+@functools.cache
+def built(*overrides: str) -> Decoder:
+    return depthlm.build_model(configuration(*SHAPE, *overrides), "meta")
+
+
 def sent(*overrides: str, stages: int = 4, virtual: int = 2) -> Sent:
-    model = depthlm.build_model(configuration(*SHAPE, *overrides), "meta")
-    return transitions(model, Schedule(stages, virtual))
+    return transitions(built(*overrides), Schedule(stages, virtual))
 
 
 def values(*overrides: str, **schedule: int) -> tuple[list[float], list[float]]:

@@ -102,6 +102,7 @@ def check(command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
     compose_anywhere(overrides)
 
 
+@pytest.mark.slow
 def test_commands_are_valid(capsys: pytest.CaptureFixture[str]) -> None:
     names = [name for name in page_names() if "your_own_mechanism" not in name]
     of_pages = {name: list(commands(name)) for name in names}

@@ -63,7 +63,7 @@ MECHANISMS = {
 CASES = NATIVE | OTHERS | MECHANISMS
 OWN, EDITED = "of a reader", "of a reader, edited since"
 # in the default suite: a native type, a connection, an attention, and a mechanism of a reader
-DEFAULT = {"vanilla, olmo2", "delta and attention", "dca", "mhc", OWN, EDITED}
+DEFAULT = {"vanilla, olmo2", "delta and attention", "dca", OWN, EDITED}
 TEXTS = ["the depth", "a<|endoftext|>b", "naïve"]
 PARTS = {
     "connection": '''"""A connection in two files."""
