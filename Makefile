@@ -17,7 +17,7 @@ test: .venv/.installed-dev lint
 test-slow: .venv/.installed-dev
 	$(BIN)/python -m pytest -m "slow and not release" -n 2 --dist loadfile --no-loadscope-reorder
 
-# what a release needs and a change does not wait for: three hours on two cores
+# what a release needs and a change does not wait for: some four hours on two cores
 release: .venv/.installed-dev
 	$(BIN)/python -m pytest -m release -n 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m tests.ptx_machine
