@@ -13,7 +13,7 @@ train: .venv/.installed
 test: .venv/.installed-dev lint
 	$(BIN)/python -m pytest -m "not slow and not release" -n 3 --dist loadfile
 
-# two processes, since `make train`, which is one of these tests, computes on all cores
+# two processes, since many of these tests start two ranks
 test-slow: .venv/.installed-dev
 	$(BIN)/python -m pytest -m "slow and not release" -n 2 --dist loadfile --no-loadscope-reorder
 

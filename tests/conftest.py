@@ -38,11 +38,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="regenerate the golden values instead of comparing")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the longest test, so that no other process waits for it in the end."""
-    items.sort(key=lambda item: "test_default_run" not in item.nodeid)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def cheap_garbage_collection() -> None:
     """Exempt what exists now from garbage collection, which otherwise takes a third of the time of a short run."""

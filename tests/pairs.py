@@ -14,7 +14,12 @@ def covering(allowed: Callable[[Row], bool] = lambda row: True, **axes: Sequence
     is left out. The rows are few, not the fewest: each one begins with a pair that is missing and takes, axis by axis,
     the value with the most missing pairs.
     """
-    missing = {((one, a), (two, b)): None for one, two in combinations(axes, 2) for a in axes[one] for b in axes[two]}
+    missing = {
+        frozenset({(one, a), (two, b)}): None
+        for one, two in combinations(axes, 2)
+        for a in axes[one]
+        for b in axes[two]
+    }
     rows: list[Row] = []
     while missing:
         first = next(iter(missing))
@@ -32,18 +37,11 @@ def covering(allowed: Callable[[Row], bool] = lambda row: True, **axes: Sequence
                 row[axis] = max(
                     choices[start:] + choices[:start],
                     key=lambda value, axis=axis: sum(
-                        _pair(axes, axis, value, *other) in missing for other in row.items()
+                        frozenset({(axis, value), other}) in missing for other in row.items()
                     ),
                 )
         else:
             rows.append({axis: row[axis] for axis in axes})
-            for one, two in combinations(row.items(), 2):
-                missing.pop(_pair(axes, *one, *two), None)
+            for pair in combinations(row.items(), 2):
+                missing.pop(frozenset(pair), None)
     return rows
-
-
-def _pair(axes: dict[str, Sequence[Any]], one: str, a: Any, two: str, b: Any) -> tuple[tuple[str, Any], ...]:
-    """Return the two values in the order of their axes."""
-    order = list(axes)
-    pair = (one, a), (two, b)
-    return pair if order.index(one) < order.index(two) else pair[::-1]

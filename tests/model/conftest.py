@@ -1,6 +1,6 @@
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -67,11 +67,6 @@ def make_decoder(make_size: Callable[..., Size], make_backbone: Callable[..., Ba
         return model
 
     return make
-
-
-def quick_first(names: Iterable[str], quick: Iterable[str]) -> list[Any]:
-    """Return names as parameters of a test, slow except for the quick ones."""
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
 def configuration(*overrides: str) -> Config:

@@ -72,6 +72,14 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert_same(states(one), states(other))
 
 
+def train_three(train_run: TrainRun, *overrides: str, stops: tuple[int, ...]) -> tuple[Path, Path, Path]:
+    """Train on one rank, on two, and on two with stops; the last two must be equal. Returns their directories."""
+    one, two = train_run(*overrides, name="one"), train_run(*overrides, ranks=2, name="two")
+    resumed = train_run(*overrides, ranks=2, name="resumed", stops=stops)
+    assert_same_run(two, resumed)
+    return one, two, resumed
+
+
 def losses(directory: Path) -> list[float]:
     """Return the loss of every logged step."""
     return [row["loss"] for row in read_metrics(directory / "metrics.jsonl")]

@@ -12,7 +12,7 @@ import depthlm
 from depthlm.config import ConfigError
 from depthlm.runs.records import read_metrics
 
-from .run_files import Overrides, TrainRun, assert_same, assert_same_run, bad_batches, losses, weights
+from .run_files import Overrides, TrainRun, assert_same, bad_batches, losses, train_three, weights
 
 STEPS = 6
 ROUTERS = ("backbone=qwen3_moe", "size.num_experts=4", "backbone.router_bias_rate=0.01", "training.log_every=1",
@@ -32,9 +32,7 @@ def biases(directory: Path) -> list[torch.Tensor]:
 @pytest.mark.parametrize(("stage", "precision"), [("zero1", "bf16"), ("zero3", "fp32")])
 def test_two_ranks_equal_one_and_a_resumed_run_equals_both(train_run: TrainRun, stage: str, precision: str) -> None:
     given = (*ROUTERS, f"deepspeed={stage}", f"precision={precision}")
-    one, two = train_run(*given, name="one"), train_run(*given, ranks=2, name="two")
-    resumed = train_run(*given, ranks=2, name="resumed", stops=(3, STEPS))
-    assert_same_run(two, resumed)
+    one, two, resumed = train_three(train_run, *given, stops=(3, STEPS))
     rows = [records(path) for path in (one, two, resumed)]
     assert rows[1] == rows[2]
     assert [row["step"] for row in rows[0]] == list(range(1, STEPS + 1))

@@ -6,7 +6,7 @@ import torch
 import depthlm
 from depthlm.config import ConfigError
 
-from .run_files import Overrides, TrainRun, assert_same_run, losses
+from .run_files import Overrides, TrainRun, losses, train_three
 
 STEPS = 6
 KIMI = ("backbone=kimi_linear", "size.num_layers=3", "size.num_experts=4", "data.document_mask=true",
@@ -16,10 +16,7 @@ KIMI = ("backbone=kimi_linear", "size.num_layers=3", "size.num_experts=4", "data
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "model"), [("zero0", "attention_residuals"), ("zero3", "moda")])
 def test_two_ranks_equal_one_and_a_resumed_run_equals_both(train_run: TrainRun, stage: str, model: str) -> None:
-    given = (*KIMI, f"deepspeed={stage}", f"model={model}")
-    one, two = train_run(*given, name="one"), train_run(*given, ranks=2, name="two")
-    resumed = train_run(*given, ranks=2, name="resumed", stops=(3, STEPS))
-    assert_same_run(two, resumed)
+    one, two, _ = train_three(train_run, *KIMI, f"deepspeed={stage}", f"model={model}", stops=(3, STEPS))
     torch.testing.assert_close(losses(one), losses(two), rtol=1e-5, atol=0)
 
 
