@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from depthlm.config import Config
-from depthlm.config.saved import check_trusted, code_digests, compare, load_config, targets
+from depthlm.config.saved import changed_code, check_trusted, load_config, targets
 from depthlm.config.validate.decoder import check_kept_sources, check_target, factories
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
@@ -87,7 +87,7 @@ def load_checkpoint(
             raise UserError(f"{directory}: {'; '.join(errors)}")
     if errors := check_kept_sources(config.model, config.model.loops * config.size.num_layers):
         raise UserError(f"{directory}: {'; '.join(errors)}")
-    for name, words in compare({"code": config.code}, {"code": code_digests(config)}).items():
+    for name, words in changed_code(config).items():
         log.warning("%s: %s has changed since the training: %s", directory, name, words)
     model, manifest = _load_newest(config, directory, device)
     if model.kernels == "triton":

@@ -205,6 +205,11 @@ def code_digests(config: Config) -> dict[str, str]:
     return digests
 
 
+def changed_code(config: Config) -> dict[str, str]:
+    """Return the classes whose code is not that of a saved configuration, each with a description of both."""
+    return compare({"code": config.code}, {"code": code_digests(config)})
+
+
 def _imported_files(module: str, root: Path) -> set[Path]:
     """Return the files in a folder that belong to a module or are imported by it, directly or not."""
     files: dict[str, Path | None] = {}

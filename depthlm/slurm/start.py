@@ -1,7 +1,7 @@
 """Whether the runs of a sweep would start in their jobs: the checks of training, with the resources of a job."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 
@@ -13,6 +13,7 @@ from depthlm.config.validate.checks import check_ranks
 from depthlm.counts import gib_text
 from depthlm.data import check_prepared
 from depthlm.errors import UserError
+from depthlm.runs.directory import check_run_directory
 from depthlm.slurm.cluster import Cluster
 from depthlm.sweeps import Point
 from depthlm.training.memory_check import check_memory, what_fits
@@ -30,7 +31,8 @@ def check_start(points: Iterable[Point], cluster: Cluster) -> None:
     """Raise UserError if a point would be refused when its job starts, with every reason and the points it holds for.
 
     These are the checks of training: whether the ranks can share the batch, whether the run fits in memory, if the
-    memory of a rank is known, and whether the data is prepared, unless training prepares it itself.
+    memory of a rank is known, whether the data is prepared, unless training prepares it itself, and whether the run
+    may resume what is in its directory.
     """
     reasons: dict[str, list[str]] = {}
     memory_checked: dict[str, str | None] = {}
@@ -44,7 +46,11 @@ def check_start(points: Iterable[Point], cluster: Cluster) -> None:
             if key not in memory_checked:
                 memory_checked[key] = _memory_error(config, cluster)
             mistakes = [*filter(None, [memory_checked[key]])]
-        for mistake in (*mistakes, *_data_errors(config)):
+        mistakes += _errors(check_prepared, config.data, partial(prepare_command, config))
+        if not point.follows:
+            # the directory of one that follows another run records where it starts, which is not in this configuration
+            mistakes += _errors(check_run_directory, config)
+        for mistake in mistakes:
             reasons.setdefault(mistake, []).append(point.directory)
     if reasons:
         lines = [f"{_names(directories)}: {reason}" for reason, directories in reasons.items()]
@@ -81,11 +87,12 @@ def _memory_error(config: Config, cluster: Cluster) -> str | None:
     return None
 
 
-def _data_errors(config: Config) -> Iterator[str]:
+def _errors(check: Callable[..., object], *arguments: object) -> list[str]:
     try:
-        check_prepared(config.data, partial(prepare_command, config))
+        check(*arguments)
     except UserError as error:
-        yield str(error)
+        return [str(error)]
+    return []
 
 
 def _names(directories: list[str]) -> str:

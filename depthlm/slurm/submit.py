@@ -23,6 +23,7 @@ from typing import IO
 
 from depthlm.config.arguments import described
 from depthlm.config.compose import compose_anywhere
+from depthlm.config.saved import changed_code, load_config
 from depthlm.errors import UserError
 from depthlm.files import open_appending
 from depthlm.locations import CONF, IS_CHECKOUT, PACKAGE, REPOSITORY
@@ -93,11 +94,7 @@ def status(overrides: list[str], config_dir: str | None) -> None:
 def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -> None:
     """Submit every point that is neither done nor queued, from a snapshot in the folder."""
     queued = queued_points([sweep_folder(point) for point in points])
-    to_train = {
-        point.directory: point
-        for point in points
-        if point.directory not in queued and not has_result(point, read_run(point.directory))
-    }
+    to_train = {point.directory: point for point in points if point.directory not in queued and not is_done(point)}
     deferred = {d for d, point in to_train.items() if any(start in queued for start in starting_runs(point))}
     if deferred:
         print(f"{len(deferred)} points start from runs that have a job; submit them when those runs are complete")
@@ -136,6 +133,12 @@ def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -
         print("# train.sbatch\n" + (FOLDER / "train.sbatch").read_text())
     if refused is not None:
         raise refused
+
+
+def is_done(point: Point) -> bool:
+    """Return whether a point has its result, from the code of today."""
+    directory = Path(point.directory)
+    return has_result(point, read_run(directory)) and not changed_code(load_config(directory))
 
 
 def check(points: list[Point], cluster: Cluster, dry_run: bool) -> UserError | None:

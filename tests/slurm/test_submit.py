@@ -10,12 +10,14 @@ import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from depthlm.config import compose
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
 from depthlm.slurm.cluster import Cluster, queued_points, record_array, waiting_text
@@ -238,6 +240,21 @@ def test_what_training_would_refuse_is_not_submitted(four_points: list[str], tmp
         with pytest.raises(UserError, match=words):
             submit(*four_points, "model=vanilla", "optimizer.lr=0.001", *more)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_complete_run_counts_unless_the_code_of_its_mechanism_has_changed(
+    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submit: Submit
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    own = tmp_path / "own_submitted.py"
+    own.write_text("from depthlm.mechanisms.residual import Residual\n\n\nclass Mine(Residual):\n    pass\n")
+    overrides = small_run("model.connection._target_=own_submitted.Mine", "data=stdlib")
+    write_run(tmp_path / "run", config=asdict(compose(overrides)), peak_memory_gib=1.0, unigram_entropy=2.0)
+    assert submit("--dry-run", *overrides).startswith("0 points to train (1 more are complete")
+    own.write_text(own.read_text() + "\n    scale = 2.0\n")
+    refusal = r"run: .*another configuration:\n.*code.own_submitted.Mine: .*\n.*Restore the code of these classes"
+    with pytest.raises(UserError, match=refusal):
+        submit("--dry-run", *overrides)
 
 
 def test_a_choice_is_submitted_in_the_rounds_that_its_runs_call_for(
