@@ -19,7 +19,7 @@ from depthlm.config.names import by_name, derived_name, earlier_name, existing, 
 from depthlm.config.resolve import LENGTHS, leading
 from depthlm.config.saved import as_text, check_reach, check_trusted, compare, load_config, targets
 from depthlm.config.schema import Config
-from depthlm.config.validate.explain import OPEN, explain_overrides, is_boolean_number, not_an_override, one_line
+from depthlm.config.validate.explain import OPEN, explain_overrides, not_an_override, one_line
 from depthlm.errors import UserError
 
 RUN, TRUST = "run=", "trust="
@@ -179,8 +179,6 @@ def _parsed(
             errors.append(f"{text}: several values; run= starts one run, so give one value")
         elif override.value() == {}:
             errors.append(f"{text}: sets nothing; give the keys inside it, or leave it out")
-        elif is_boolean_number(text):
-            errors.append(f"{text}: must be {keys()[name].wanted}")
         elif name in available and not _names_options(override.value()):
             errors.append(f"{text}: must be an option of the group {name}; give the keys inside it one by one")
         elif name in available:

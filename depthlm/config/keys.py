@@ -115,11 +115,21 @@ def keys(schema: type = Config) -> dict[str, Key]:
 
 def validate(schema: type[Settings], values: Mapping[str, Any]) -> tuple[Settings | None, list[tuple[str, ...]]]:
     """Return the values as an instance of a schema, or None and the places of all values that are not allowed."""
+    known = keys(schema).values()  # type: ignore[arg-type]
+    places = [tuple(key.name.split(".")) for key in known if _is_boolean_number(values, key)]
     try:
-        return _adapter(schema).validate_python(values), []  # type: ignore[arg-type]
+        settings = _adapter(schema).validate_python(values)  # type: ignore[arg-type]
+        return (None if places else settings), places
     except ValidationError as error:
         mistakes = error.errors(include_url=False, include_context=False, include_input=False)
-        return None, [tuple(map(str, mistake["loc"])) for mistake in mistakes]
+        return None, [*places, *(tuple(map(str, mistake["loc"])) for mistake in mistakes)]
+
+
+def _is_boolean_number(values: Any, key: Key) -> bool:
+    """Return whether a key that has a number is given true or false, which pydantic takes for 1 or 0."""
+    for part in key.name.split("."):
+        values = values.get(part) if isinstance(values, Mapping) else None
+    return isinstance(values, bool) and key.plain_type in (int, float)
 
 
 def check_fields(raw: DictConfig) -> tuple[Config | None, list[str]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.counts import count_text
-from depthlm.files import check_regular
+from depthlm.files import check_regular, replacing
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 DASHES = ("-", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))
@@ -38,7 +38,8 @@ def save(figure: Any, path: Path, stamp: str = "", title: str = "") -> None:
         figure.text(0.08 / width, -0.65 * strip / height, stamp, size=7, color="#777777", in_layout=False)
         _pin_legends(figure)
     check_regular(path)
-    figure.savefig(path, dpi=140, bbox_inches=Bbox.from_extents(0, -strip, width, height))
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=140, bbox_inches=Bbox.from_extents(0, -strip, width, height))
 
 
 def grid(axes: Any, which: str = "both") -> None:

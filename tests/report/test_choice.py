@@ -6,7 +6,6 @@ from statistics import stdev
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from depthlm.report import report
 from depthlm.report.choice import choice_parts, choice_table, groups_of
@@ -15,6 +14,7 @@ from depthlm.report.sweep import read_sweep
 from depthlm.report.sweep_report import results_table
 from depthlm.sweeps import sweep_points
 
+from ..pictures import keep_figures
 from .made_up import row, write_run
 from .test_sweep_report import lines
 
@@ -79,11 +79,10 @@ def test_a_report_has_the_choice_its_cost_and_a_picture() -> None:
 def test_the_picture_rings_the_chosen_values_and_has_the_intervals_of_their_neighbours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    figures = keep_figures(monkeypatch)
     train()
     choice_parts(read_sweep(SWEEP), tmp_path)
-    (axes,) = figures[0].axes
+    (axes,) = figures["choice_lr"].axes
     rings = [line.get_ydata() for line in axes.lines if line.get_markersize() > 10]
     assert [[round(y, 4) for y in ring] for ring in rings] == [[3.02], [2.9]]
     # vanilla has two neighbours with a finite loss; mhc has one

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 import depthlm
 from depthlm.mechanisms.dca import DeepCrossAttention
@@ -20,6 +19,7 @@ from depthlm.report.rows import Row, measured, ordered, setting, setting_title
 from depthlm.runs.plots import log_ticks, subplots
 from depthlm.sweeps.point import Point
 
+from ..pictures import keep_figures
 from .made_up import directories, experiment, is_png, reported, sweep, write_run
 
 LOSS = {"loss": {"title": "loss", "metric": "validation_loss"}}
@@ -135,8 +135,7 @@ def test_the_legend_of_many_lines_fits_into_the_figure(monkeypatch: pytest.Monke
     )
     for directory in directories(of):
         write_run(directory)
-    figures: dict[str, Figure] = {}
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.setdefault(path.stem, figure))
+    figures = keep_figures(monkeypatch)
     reported(of)
     legend, width = figures["lines"].legends[0], figures["lines"].bbox.width
     box = legend.get_window_extent()
@@ -209,13 +208,9 @@ def test_every_figure_has_a_stamp(figure: str, monkeypatch: pytest.MonkeyPatch) 
     of = experiment(points=points, columns=LOSS, figure=figure, x="size.num_layers", y="size.hidden_size")
     for directory in directories(of, "smoke"):
         write_run(directory)
-    stamps: dict[str, str] = {}
-
-    def save(drawn: Figure, path: Path, **_: object) -> None:
-        stamps[path.stem] = drawn.texts[-1].get_text()
-
-    monkeypatch.setattr(Figure, "savefig", save)
+    figures = keep_figures(monkeypatch)
     reported(of, "smoke")
+    stamps = {name: drawn.texts[-1].get_text() for name, drawn in figures.items()}
     own = f"made_up, budget smoke, 40K tokens, 1 seed, depthlm {depthlm.__version__}"
     beside = f"ours: {own}; not comparable with the paper's numbers"
     assert stamps == {figure: own if figure == "scaling" else beside, "equal_cost": own, "loss_curves": own}
@@ -258,22 +253,19 @@ def test_bars_of_another_protocol_have_the_papers_numbers_in_a_panel_of_their_ow
 ) -> None:
     points = [{"model": model, "paper": {"loss": loss}} for model, loss in (("vanilla", 2.3), ("dca", 2.2))]
     of = experiment(points=points, columns=LOSS, figure="bars", title="A pair")
-    figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    figures = keep_figures(monkeypatch)
     for budget, titles in (("smoke", ["ours", "the paper's"]), ("paper", [""])):
-        figures.clear()
         for directory, loss in zip(directories(of, budget), (3.0, 2.5), strict=True):
             write_run(directory, loss)
         reported(of, budget)
-        assert [axes.get_title() for axes in figures[0].axes] == titles
-        assert [len(axes.patches) for axes in figures[0].axes] == ([1, 1] if budget == "smoke" else [2])
-        assert figures[0].get_suptitle() == "A pair"
+        assert [axes.get_title() for axes in figures["bars"].axes] == titles
+        assert [len(axes.patches) for axes in figures["bars"].axes] == ([1, 1] if budget == "smoke" else [2])
+        assert figures["bars"].get_suptitle() == "A pair"
     # beside runs of too few updates, there is nothing of the paper
     monkeypatch.setattr("depthlm.report.sweep.FEW_UPDATES", 41)
     monkeypatch.setattr("depthlm.report.sweep.FEW_OF_ONE_SEED", 41)
-    figures.clear()
     reported(of, "paper")
-    assert [len(axes.patches) for axes in figures[0].axes] == [1]
+    assert [len(axes.patches) for axes in figures["bars"].axes] == [1]
 
 
 def test_no_two_ticks_of_an_axis_have_the_same_text() -> None:

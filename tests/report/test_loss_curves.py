@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 import depthlm
 from depthlm.report import report
@@ -28,16 +27,16 @@ from depthlm.report.figures.validation_curves import mean_points
 from depthlm.runs.records import read_run
 from depthlm.sweeps.point import Point
 
+from ..pictures import keep_figures
 from .made_up import SECONDS, directories, experiment, is_png, reported, sweep, write_run
 
 
 def drawn(panels: list[Panel], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[str]]:
     """Draw panels; return the axes that have data, and the notes."""
-    figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    figures = keep_figures(monkeypatch)
     notes = draw_loss_curves(panels, Path("loss_curves.png"), "a stamp")
     assert notes is not None
-    return [axes for axes in figures[0].axes if axes.lines], notes
+    return [axes for axes in figures["loss_curves"].axes if axes.lines], notes
 
 
 def mechanism_named(model: str) -> Mechanism:
@@ -207,12 +206,11 @@ def test_runs_of_several_sizes_have_a_panel_for_each(monkeypatch: pytest.MonkeyP
                 f"outputs/model-dca__optimizer.lr-{rate}__size-{size}",
                 config={"size": {"name": size}, "model": {"name": "dca"}, "optimizer": {"lr": float(rate)}},
             )
-    figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    figures = keep_figures(monkeypatch)
     report(["runs=outputs/*", "to=report"])
-    assert [axes.get_title() for axes in figures[0].axes] == ["micro: 1M parameters", "tiny: 1M parameters"]
-    assert [text.get_text() for text in figures[0].axes[0].texts] == ["lr 0.1", "lr 0.2"]
-    assert figures[0].texts[-1].get_text() == f"40K tokens, 1 seed, depthlm {depthlm.__version__}"
+    assert [axes.get_title() for axes in figures["loss_curves"].axes] == ["micro: 1M parameters", "tiny: 1M parameters"]
+    assert [text.get_text() for text in figures["loss_curves"].axes[0].texts] == ["lr 0.1", "lr 0.2"]
+    assert figures["loss_curves"].texts[-1].get_text() == f"40K tokens, 1 seed, depthlm {depthlm.__version__}"
 
 
 def test_names_are_moved_apart_by_as_little_as_possible() -> None:
@@ -253,14 +251,13 @@ def test_validation_curves_have_a_point_for_each_validation(
     vanilla, dca = directories(of)
     write_run(vanilla, 3.0)
     write_run(dca, 2.5, done=0.5)
-    figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    figures = keep_figures(monkeypatch)
     text = reported(of)
     assert (
         f"## Validation perplexity over {over}\n\n![Validation perplexity over {over}](perplexity_over_{over}.png)"
         in text
     )
-    (axes,) = [axes for axes in figures[0].axes if axes.lines]
+    (axes,) = [axes for axes in figures[f"perplexity_over_{over}"].axes if axes.lines]
     assert axes.get_xlabel() == title
     complete, incomplete = axes.lines[0].get_xydata(), axes.lines[1].get_xydata()
     np.testing.assert_allclose(complete[:, 0], places)
@@ -273,11 +270,11 @@ def test_long_training_times_are_in_hours(monkeypatch: pytest.MonkeyPatch) -> No
     of = experiment(points=[{"label": "vanilla", "model": "vanilla"}], curves=["time"])
     monkeypatch.setattr("tests.report.made_up.SECONDS", 36_000.0)
     write_run(directories(of)[0])
-    figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    figures = keep_figures(monkeypatch)
     reported(of)
-    assert figures[0].axes[0].get_xlabel() == "training time (hours)"
-    np.testing.assert_allclose(figures[0].axes[0].lines[0].get_xdata(), [2.5, 5.0, 7.5, 10.0])
+    (axes,) = figures["perplexity_over_time"].axes
+    assert axes.get_xlabel() == "training time (hours)"
+    np.testing.assert_allclose(axes.lines[0].get_xdata(), [2.5, 5.0, 7.5, 10.0])
 
 
 def test_validations_of_seeds_are_averaged_although_they_take_place_at_different_times() -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from depthlm.report.figures.sublayer_norms import draw_sublayer_norms
 
+from ..pictures import keep_figures
 from .made_up import directories, experiment, reported, sweep, write_run
 
 
@@ -28,10 +28,9 @@ def test_the_last_measurement_is_drawn_over_the_sublayers(tmp_path: Path, monkey
         write_run(directory)
         if "dca" not in directory:
             write_norms(directory, 9.0, (2.0 if "mhc" in directory else 1.0) + 10 * ("seed2" in directory))
-    figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    figures = keep_figures(monkeypatch)
     assert draw_sublayer_norms(sweep(of, seeds=["1", "2"]), Path("x.png"))
-    outputs, gradients = figures[0].axes
+    outputs, gradients = figures["x"].axes
     assert [line.get_label() for line in outputs.lines] == ["vanilla", "mhc"]
     for line, mean in zip(outputs.lines, (6.0, 7.0), strict=True):
         expected = mean * np.array([1, 2, 3, 4, np.nan, 6])

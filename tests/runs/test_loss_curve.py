@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -10,6 +9,8 @@ import pytest
 
 from depthlm.runs.loss_curve import plot_loss, title_of
 from depthlm.runs.plots import subplots
+
+from ..pictures import keep_figures
 
 
 def test_the_loss_is_plotted_with_gaps_for_missing_values(tmp_path: Path, rendered: None) -> None:
@@ -43,10 +44,9 @@ def test_the_mean_loss_of_the_interval_is_plotted(tmp_path: Path, monkeypatch: p
         {"step": 9, "tokens": 9_000_000, "loss": 3.4, "mean_loss": None},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    drawn: list[Any] = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.extend(figure.axes[0].lines))
+    figures = keep_figures(monkeypatch)
     plot_loss(tmp_path)
-    training, validation = drawn
+    training, validation = figures["loss"].axes[0].lines
     assert training.get_xydata().tolist() == [[2_000_000, 4.5], [6_000_000, 3.5]]
     assert validation.get_xydata().tolist() == [[8_000_000, 3.0]]
 

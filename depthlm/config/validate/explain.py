@@ -42,7 +42,7 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
         text = override.input_line or name
         if override.is_delete():
             errors += _refuse_deletion(text, name, available)
-        elif (mistake := _mistake_of(override, text)) is not None:
+        elif (mistake := _mistake_of(override)) is not None:
             errors.append(f"{text}: {mistake}")
         elif name in available:
             if override.value() in available[name] or (override.value() is None and name == "experiment"):
@@ -72,7 +72,7 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
     return errors
 
 
-def _mistake_of(override: Override, text: str) -> str | None:
+def _mistake_of(override: Override) -> str | None:
     """Return the mistake of an override by itself, whatever its key allows; None if there is none."""
     name = override.key_or_group
     if override.value() == {}:
@@ -83,7 +83,7 @@ def _mistake_of(override: Override, text: str) -> str | None:
         return "several values; add -m to train each, or write [a,b] for a list"
     if override.is_add() and name in keys():
         return "the key has a value already; leave out the +"
-    return f"must be {keys()[name].wanted}" if is_boolean_number(text) else None
+    return None
 
 
 def _no_such_option(text: str, override: Override, options: Sequence[str], config_dir: str | Path | None) -> str:
@@ -135,12 +135,7 @@ def _broken_file(error: yaml.YAMLError) -> str:
 
 
 def is_odd(text: str) -> bool:
-    """Return whether an override that composes is still a mistake.
-
-    It deletes a key, sets an empty group, or gives true or false for a number, which OmegaConf takes for 1 and 0.
-    """
-    if is_boolean_number(text):
-        return True
+    """Return whether an override that composes is still a mistake: it deletes a key or sets an empty group."""
     if not text.startswith("~") and "{" not in text:
         # parsing every override of every point of a sweep would be slow
         return False
@@ -149,13 +144,6 @@ def is_odd(text: str) -> bool:
     except HydraException:
         return True
     return override.is_delete() or (not override.is_sweep_override() and override.value() == {})
-
-
-def is_boolean_number(text: str) -> bool:
-    """Return whether an override gives true or false for a key that has a number."""
-    name, _, value = text.partition("=")
-    key = keys().get(name.lstrip("+")) if value.strip().lower() in ("true", "false") else None
-    return key is not None and key.plain_type in (int, float)
 
 
 def _refuse_deletion(text: str, name: str, groups: Iterable[str]) -> list[str]:

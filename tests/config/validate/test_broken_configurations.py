@@ -286,3 +286,10 @@ def test_a_broken_file_of_the_user_is_reported_with_its_line(content: str, tmp_p
     (tmp_path / "model/mine.yaml").write_text(content)
     with pytest.raises(ConfigError, match=r"mine\.yaml, line \d+, column \d+: not valid YAML"):
         compose(["model=mine"], config_dir=tmp_path)
+
+
+def test_true_for_a_number_in_a_file_is_a_mistake_as_in_an_override(tmp_path: Path) -> None:
+    (tmp_path / "size").mkdir()
+    (tmp_path / "size/mine.yaml").write_text("defaults: [micro]\nnum_layers: true\n")
+    with pytest.raises(ConfigError, match=r"size\.num_layers=true: must be an integer, at least 1"):
+        compose(["size=mine"], config_dir=tmp_path)
