@@ -118,7 +118,7 @@ def read_schedule(words: Sequence[str]) -> Schedule:
 
 @torch.no_grad()
 def transitions(model: Decoder, schedule: Schedule) -> Sent:
-    """Return what a decoder on the device `meta` sends; one token passes through it. Raises UserError: see above.
+    """Return what a decoder sends; one token passes through it, also on the device `meta`. Raises UserError: see above.
 
     If the number of chunks does not divide that of the layers, some chunks have one layer more than others.
     """
@@ -129,7 +129,7 @@ def transitions(model: Decoder, schedule: Schedule) -> Sent:
             f"{model.size.name} has {depth}; allowed: P times V up to {depth}"
         )
     received = Received()
-    model(torch.zeros(1, 1, dtype=torch.long, device="meta"), observer=received)
+    model(torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device), observer=received)
     naive, cached = [], []
     kept: list[set[int]] = [set() for _ in range(schedule.stages)]
     for chunk in range(chunks):

@@ -25,7 +25,8 @@ D, KV = 64, 2 * 2 * 8
 
 @functools.cache
 def built(*overrides: str) -> Decoder:
-    return depthlm.build_model(configuration(*SHAPE, *overrides), "meta")
+    # a small decoder computes faster than PyTorch finds the shapes of the same operators on meta
+    return depthlm.build_model(configuration(*SHAPE, *overrides))
 
 
 def sent(*overrides: str, stages: int = 4, virtual: int = 2) -> Sent:
