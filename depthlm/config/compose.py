@@ -16,7 +16,7 @@ from depthlm.config.errors import ConfigError
 from depthlm.config.from_run import check_origin, directory_of, keeps_mechanism, own_overrides, raw_from_run, run_of
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf, ignored_files, keep_text
 from depthlm.config.keys import check_fields, replaced
-from depthlm.config.resolve import resolve, resolve_saved, with_base_size
+from depthlm.config.resolve import resolve, resolve_saved
 from depthlm.config.saved import load_config
 from depthlm.config.schema import Config
 from depthlm.config.validate.checks import check_machine, check_starts, check_together
@@ -52,6 +52,12 @@ def compose_anywhere(
     config, saved = _composed(overrides, config_dir)
     resolved = _resolved(config, overrides, saved, lambda config: auto_precision, config_dir)
     return _checked(resolved.config, check_together(resolved.config, resolved.given))
+
+
+def run_directory(overrides: Sequence[str], config_dir: str | Path | None = None) -> str:
+    """Return the run directory of overrides whose values are allowed. Raises ConfigError if one is not."""
+    config, saved = _composed(overrides, config_dir)
+    return str(_resolved(config, overrides, saved, lambda config: "bf16", config_dir).config.output_dir)
 
 
 def resolve_and_check(raw: DictConfig, overrides: Sequence[str], config_dir: str | Path | None = None) -> Config:
@@ -124,8 +130,7 @@ def _resolved(
     if saved is None:
         config = resolve(config, given, own_texts, config_dir)
     else:
-        config = resolve_saved(config, given, own_texts)
-    config = with_base_size(config, given, config_dir)
+        config = resolve_saved(config, saved, given, own_texts, config_dir)
     if config.precision.name == "auto":
         config = replaced(config, {"precision.name": fast_precision(config)})
     if run is not None and saved is not None:

@@ -1,10 +1,11 @@
-"""The keys of conf/experiment: the points, and the paper's numbers."""
+"""The keys of conf/experiment and conf/budget: the points, the paper's numbers, and how far the runs are shrunk."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
+from depthlm.counts import Count
 from depthlm.fields import key
 
 # a list of settings, or a single one
@@ -81,3 +82,27 @@ class Experiment:
     y: str | None = key(None, "heatmap: setting of the y axis")
     assumed: list[str] = key([], "settings that the paper does not give, and the values assumed for them")
     notes: list[str] = key([], "further notes that a comparison needs")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How far the runs of an experiment are shrunk. Settings given on the command line stay unchanged."""
+
+    name: str = key("", "name of the budget")
+    flops: float | None = key(
+        None,
+        "maximum training FLOPs of a run, or of an experiment's largest point, at 6 N per token; reduces the tokens",
+        above=0,
+    )
+    max_steps: Count | None = key(None, "maximum number of steps of a run", minimum=1)
+    batch_tokens: Count | None = key(None, "maximum number of tokens per batch", minimum=1)
+    micro_batch_tokens: Count | None = key(
+        None, "maximum number of tokens per forward pass; null: the whole share of a rank", minimum=1
+    )
+    sequence_length: int | None = key(None, "maximum number of tokens per sequence", minimum=1)
+    width_divisor: int = key(1, "divisor of all widths, and of num_experts down to twice experts_per_token", minimum=1)
+    offline: bool = key(
+        False,
+        "run on any machine: replace the protocol's settings by the standard library as bytes, precision=fp32, "
+        "deepspeed=zero0 and one thread",
+    )

@@ -14,9 +14,9 @@ from yaml import YAMLError
 
 from depthlm.config.errors import ConfigError, nearest
 from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf
-from depthlm.config.keys import keys, on_resume, override_text, value_of
-from depthlm.config.names import by_name, derived_name, earlier_name, existing, other_settings, run_name
-from depthlm.config.resolve import LENGTHS, leading
+from depthlm.config.keys import keys, on_resume
+from depthlm.config.names import by_name, derived_name
+from depthlm.config.resolve import LENGTHS
 from depthlm.config.saved import as_text, check_reach, check_trusted, compare, load_config, targets
 from depthlm.config.schema import Config
 from depthlm.config.validate.explain import OPEN, explain_overrides, not_an_override, one_line
@@ -110,44 +110,8 @@ def directory_of(run: Path, saved: Config, config: Config, overrides: Sequence[s
         return str(run)
     # "." and ".." have a name only after they are resolved
     origin = run if run.name.strip(".") else run.resolve()
-    if config.name is not None and config.name != saved.name:
-        return str(origin.parent / config.name)
-    own_texts = own_overrides(overrides)
-    changed = compare(asdict(saved), asdict(config))
-    effective = [text for text in own_texts if any(_overlap(name, key) for name in by_name([text]) for key in changed)]
-    before, after = leading(saved), leading(config)
-    direct = _direct_name(origin.name, saved, config)
-    names = [] if direct is None else [direct]
-    # a run that began when the name had every override is found by it
-    for texts in (effective, own_texts):
-        values = {name: override_text(value_of(saved, name)) for name in other_settings(texts) if name in keys()}
-        names.append(derived_name(origin.name, before, after, texts, values))
-    earlier = earlier_name(own_texts) if origin.name == "base" else f"{origin.name}__{earlier_name(own_texts)}"
-    return existing(*(origin.parent / name for name in (*names, earlier)))
-
-
-def _direct_name(origin: str, saved: Config, config: Config) -> str | None:
-    """Return the name that a command without `run=` gives a configuration; None unless the origin has such a name."""
-    # it imports this module
-    from depthlm.config.reproduce import shortest_overrides
-
-    if saved.experiment.name:
-        return None
-    names = []
-    for one in (saved, config):
-        overrides = shortest_overrides(one)
-        # the machine chose the precision of a run whose name does not have it
-        chosen = [text for text in overrides or () if text != f"precision={saved.precision.name}"]
-        names.append(run_name(chosen))
-        if overrides is None or names[0] != origin:
-            return None
-    return names[1]
-
-
-def _overlap(name: str, key: str) -> bool:
-    """Return whether a key or group of an override is a key of the configuration, is inside it, or contains it."""
-    name, key = f"{name.replace('/', '.')}.", f"{key}."
-    return name.startswith(key) or key.startswith(name)
+    is_named = config.name is not None and config.name != saved.name
+    return str(origin.parent / (str(config.name) if is_named else derived_name(origin.name, saved, config)))
 
 
 def _changes(saved: Config, config: Config) -> dict[str, str]:

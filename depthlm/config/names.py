@@ -4,13 +4,14 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import NamedTuple
 
-from depthlm.config.keys import keys, on_resume
+from depthlm.config.keys import keys, on_resume, override_text, value_at, value_of
+from depthlm.config.schema import Config
 from depthlm.counts import SCALES, parse_count
 from depthlm.run_directory import NO_RUNS, REMOVING
 
@@ -37,41 +38,32 @@ SHORTEST = ("optimizer", "schedule", "training", "data")
 BARE = ("model", "size", "data", "optimizer", "budget", "schedule", "precision", "deepspeed", "parametrization")
 # values that no other value is written like in a name: words, numbers, or a list of numbers
 EXACT = re.compile(r"[\w.+,]*|(\d+(\.\d+)?(e-\d+)?,?)+|\[[\d.,]*\]", re.ASCII)
-# what every name begins with
+# what every name begins with, or that sets it
 LEADING = ("model", "size", "seed", "model.name", "size.name")
 # powers of ten beyond which a number keeps its spelling
 FAR = 99
 
 
-class Leading(NamedTuple):
-    """What the name of a run begins with; the defaults are those of a run without overrides."""
+def run_name(config: Config) -> str:
+    """Return the name of a run, as in `mhc-tiny-seed1-lr1e-3`: its mechanism, size and seed, then what differs.
 
-    model: str = "vanilla"
-    size: str = "tiny"
-    seed: str = "1"
-
-    def __str__(self) -> str:
-        return "-".join([_plain(self.model), _plain(self.size), f"seed{_plain(self.seed)}"])
-
-
-DEFAULTS = Leading()
-
-
-def existing(current: Path, *earlier: Path) -> str:
-    """Return the first directory that exists, of the current rule or an earlier one; else that of the current rule."""
-    # a longer name than a file system allows does not exist
-    return str(next(filter(os.path.exists, (current, *earlier)), current))
-
-
-def run_name(overrides: Sequence[str], defaults: Leading = DEFAULTS) -> str:
-    """Return the name of a run, as in `mhc-tiny-seed1-lr1e-3`: its mechanism, size and seed, then `other_settings`.
-
-    A hash ends it where these are too long, or where other settings could be written in the same way.
+    A hash ends it where the differences are too long, or where others could be written in the same way.
     """
-    given = {name: normal_value(name, value) for name, value in by_name(overrides).items()}
-    model = given.get("model.name") or mechanism_name(given.get("model", defaults.model), overrides)
-    size = given.get("size.name") or given.get("size", defaults.size)
-    return _name(str(Leading(model, size, given.get("seed", defaults.seed))), other_settings(overrides))
+    return _name(_leading(config), {name: config.differences[name][0] for name in by_importance(config.differences)})
+
+
+def derived_name(origin: str, saved: Config, config: Config) -> str:
+    """Return the name of a run that derives from the one that is saved in the folder `origin`."""
+    if origin == run_name(saved):
+        return run_name(config)
+    own = {name for name, pair in config.differences.items() if saved.differences.get(name) != pair}
+    leading = {"model.name": config.model.name, "size.name": config.size.name, "seed": f"seed{config.seed}"}
+    changed = [_plain(text) for name, text in leading.items() if value_of(saved, name) != value_of(config, name)]
+    return _name("-".join([origin, *changed]), {name: config.differences[name][0] for name in by_importance(own)})
+
+
+def _leading(config: Config) -> str:
+    return f"{_plain(config.model.name)}-{_plain(config.size.name)}-seed{config.seed}"
 
 
 def check_name(name: str | None, output_dir: str | None = None) -> list[str]:
@@ -93,23 +85,6 @@ def check_name(name: str | None, output_dir: str | None = None) -> list[str]:
     return []
 
 
-def derived_name(
-    origin: str, before: Leading, after: Leading, overrides: Sequence[str], values: Mapping[str, str]
-) -> str:
-    """Return the name of a run that derives by overrides from another one.
-
-    origin: its name. values: those of its settings that the overrides set again, which leave the name.
-    """
-    for name, value in values.items():
-        origin = origin.replace(f"-{part_of(name, normal_value(name, value))}", "", 1)
-    if origin == str(before) or origin.startswith(f"{before}-"):
-        name = f"{after}{origin.removeprefix(str(before))}"
-    else:
-        model, size, seed = (new if new != old else "" for new, old in zip(after, before, strict=True))
-        name = "-".join(filter(None, [origin, _plain(model), _plain(size), seed and f"seed{seed}"]))
-    return _name(name, other_settings(overrides))
-
-
 def report_name(overrides: Sequence[str], baseline: str | None = None) -> str:
     """Return the name of the folder of a report on a sweep, as in `report-vanilla-mhc-seed1-2`."""
     given = {
@@ -124,14 +99,25 @@ def report_name(overrides: Sequence[str], baseline: str | None = None) -> str:
     return name.replace("/", ".")
 
 
-def other_settings(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the overrides that affect the result, but mechanism, size and seed, the most important first."""
-    given = {
-        name: normal_value(name, value)
-        for name, value in by_name(overrides).items()
+def named_settings(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the overrides that a run is named by, apart from mechanism, size and seed."""
+    given = {name.lstrip("~"): text for name, text in by_name(overrides).items()}
+    return {
+        name: text
+        for name, text in given.items()
         if on_resume(name) != "free" and name not in LEADING and not name.startswith("model/")
     }
-    return {name: given[name] for name in sorted(given, key=importance)}
+
+
+def value_text(config: Config, name: str, given: str = "") -> str:
+    """Return the value of a key or group as a name has it. given: that of a group, or of a key with values inside."""
+    value = value_at(asdict(config), name if is_key(name) else f"{name}.name")
+    return normal_value(name, given if isinstance(value, dict) or not (is_key(name) or value) else override_text(value))
+
+
+def by_importance(names: Iterable[str]) -> list[str]:
+    """Return names of keys and groups in the order in which a name has them."""
+    return sorted(names, key=importance)
 
 
 def importance(name: str) -> tuple[int, int, str]:
@@ -166,7 +152,7 @@ def normal_value(name: str, value: str) -> str:
     """Return the value of a key or group without quotes, and that of a key as `0.1`, `1e-3`, `600`, `10M` or `true`."""
     if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
         value = value[1:-1]
-    if not _is_key(name) or (name in keys() and keys()[name].is_text):
+    if not is_key(name) or (name in keys() and keys()[name].is_text):
         return value
     if value.lower() in ("true", "false", "null"):
         return value.lower()
@@ -219,30 +205,23 @@ def _name(head: str, settings: Mapping[str, str]) -> str:
 def part_of(name: str, value: str) -> str:
     """Return a setting as a part of a run's name, as in `lr1e-3`. value: a normal one."""
     text = _plain(short_value(value))
-    separator = "" if text[:1].isdigit() and name not in BARE and _is_key(name) else "-"
+    separator = "" if text[:1].isdigit() and name not in BARE and is_key(name) else "-"
     return _named(name, text, separator) or _plain(name)
 
 
 def _named(name: str, text: str, separator: str = " ") -> str:
     """Return a value with the short name of its key; the options of most groups say what they are."""
-    label = short_key(name) if _is_key(name) else name.removeprefix("~")
+    label = short_key(name) if is_key(name) else name.removeprefix("~")
     return text if name in BARE else f"{label}{separator}{text}".rstrip(separator)
 
 
-def _is_key(name: str) -> bool:
+def is_key(name: str) -> bool:
+    """Return whether a name is that of a key; otherwise it is that of a group, such as optimizer."""
     return name in keys() or "." in name
 
 
 def _plain(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", text)
-
-
-def earlier_name(overrides: Sequence[str]) -> str:
-    """Return the name that a run had by the rule of the first runs: all overrides, in the order of the alphabet."""
-    parts = [f"{name}-{value}" for name, value in sorted(by_name(overrides).items()) if on_resume(name) != "free"]
-    text = "__".join(parts) or "base"
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:120]
-    return text if plain == text else f"{plain}-{hashlib.sha256(os.fsencode(text)).hexdigest()[:8]}"
 
 
 @functools.cache

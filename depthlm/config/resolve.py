@@ -1,7 +1,7 @@
 """Derive the values that a configuration leaves open: counts, lengths, precision, vocabulary, run directory."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,23 +9,23 @@ from typing import Any
 
 import yaml
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.errors import ConfigError, listed, nearest
 from depthlm.config.experiment import Experiment
 from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf
-from depthlm.config.keys import check_fields, keys, override_text, replaced, value_of
+from depthlm.config.keys import check_fields, override_text, replaced, value_of
 from depthlm.config.names import (
-    Leading,
+    LEADING,
     by_name,
-    earlier_name,
-    existing,
     experiment_of,
+    is_key,
     mechanism_name,
+    named_settings,
     normal_value,
-    other_settings,
     run_name,
+    value_text,
 )
 from depthlm.config.saved import code_digests, compare
 from depthlm.config.schema import Config, run_steps
@@ -50,11 +50,16 @@ def resolve(config: Config, given: Set[str], overrides: Sequence[str], config_di
 
     given: the keys and groups that the overrides set.
     """
-    config = shrunk(config, given, overrides)
-    values: dict[str, Any] = {"experiment": recorded(config.experiment, experiment_of(overrides))}
+    config = with_base_size(shrunk(config, given, overrides), given, config_dir)
+    values: dict[str, Any] = {
+        "experiment": recorded(config.experiment, experiment_of(overrides)),
+        "differences": find_differences(config, overrides, config_dir),
+    }
+    config = with_derived(replaced(config, values), given, overrides)
     if config.output_dir is None:
-        values["output_dir"] = run_directory(overrides, leading(config), config.name, config_dir)
-    return with_derived(replaced(config, values), given, overrides)
+        folder = Path("outputs", config.experiment.name or "default")
+        config = replace(config, output_dir=str(folder / (run_name(config) if config.name is None else config.name)))
+    return config
 
 
 def recorded(experiment: Experiment, name: str | None) -> Experiment:
@@ -69,78 +74,79 @@ def shrunk(config: Config, given: Set[str], overrides: Sequence[str]) -> Config:
     return with_budget(config, given - keys_of_points(config.experiment, overrides))
 
 
-def run_directory(
-    overrides: Sequence[str], defaults: Leading, name: str | None = None, config_dir: str | Path | None = None
-) -> str:
-    """Return the run directory of a run without output_dir. name: the value of `name=`.
+def find_differences(config: Config, overrides: Sequence[str], config_dir: str | Path | None) -> dict[str, list[str]]:
+    """Return the overrides that a name needs, each with its value and the one without it.
 
-    defaults: of the experiment.
+    It needs none of those that set what the configuration has without them.
     """
-    folder = Path("outputs", experiment_of(overrides) or "default")
-    if name is not None:
-        return str(folder / str(name))
-    names = run_name(decisive(overrides, config_dir), defaults), run_name(overrides, defaults), earlier_name(overrides)
-    return existing(*(folder / name for name in names))
-
-
-def decisive(overrides: Sequence[str], config_dir: str | Path | None = None) -> list[str]:
-    """Return the overrides without those that set what the configuration has without them.
-
-    What the points of an experiment set stays: it distinguishes them.
-    """
-    kept, settings = list(overrides), other_settings(overrides)
-    # a given size of the vocabulary is not raised to that of the tokenizer
-    settings.pop("size.vocab_size", None)
-    if not settings:
-        return kept
+    given = named_settings(overrides)
+    found = {name: [value_text(config, name, normal_value(name, text)), ""] for name, text in given.items()}
     with hydra_at_conf(), suppress(*COMPOSING):
-        if experiment := experiment_of(overrides):
-            points = compose_raw([f"experiment={experiment}"], config_dir).experiment.points
-            varying = {str(name) for line in points for name in line}
-            settings = {name: value for name, value in settings.items() if name not in varying}
-        usual = _usual(overrides, settings, config_dir)
-        whole = _effect(overrides, config_dir) if usual else None
-        for name in usual:
-            rest = _without(kept, {name})
-            with suppress(*COMPOSING):
-                effect = _effect(rest, config_dir)
-                if whole is not None and effect is not None and not compare(asdict(effect), asdict(whole)):
-                    kept = rest
-    return kept
+        options = _select(overrides, lambda name: not is_key(name))
+        # the default of a key is that of the chosen options
+        chosen = compose_raw(options, config_dir)
+        usual = compose_raw(_select(options, lambda name: name in ("experiment", *LEADING)), config_dir)
+        for name, pair in found.items():
+            same_options = not is_key(name) and OmegaConf.select(chosen, name) == OmegaConf.select(usual, name)
+            pair[1] = pair[0] if same_options else _text_in(chosen if is_key(name) else usual, name)
+        needed = {name for name in found if found[name][0] != found[name][1] and not _is_replaced(name, found[name][0])}
+        if needed == found.keys():
+            return found
+        # what one override sets to its default may differ because of another
+        rest = _select(overrides, lambda name: name in needed or name not in found)
+        composed, _ = check_fields(compose_raw(rest, config_dir))
+        names = by_name(rest).keys()
+        if composed is not None:
+            composed = with_base_size(shrunk(composed, names, rest), names, config_dir)
+            if not compare(asdict(composed), asdict(config)):
+                return {name: pair for name, pair in found.items() if name in needed}
+    return found
 
 
-def _usual(overrides: Sequence[str], settings: Mapping[str, str], config_dir: str | Path | None) -> list[str]:
-    """Return the settings that may be what the configuration has without them; most overrides differ at first sight."""
-    single = {name for name in settings if name in keys() or "." in name}
-    if not single:
-        return list(settings)
-    chosen = compose_raw(_without(overrides, single), config_dir)
-
-    def differs(name: str) -> bool:
-        values: Any = OmegaConf.select(chosen, name)
-        values = OmegaConf.to_container(values, resolve=True) if OmegaConf.is_config(values) else values
-        return (name in keys() or values is not None) and normal_value(name, override_text(values)) != settings[name]
-
-    return [name for name in settings if name not in single or not differs(name)]
-
-
-def _effect(overrides: Sequence[str], config_dir: str | Path | None) -> Config | None:
-    config, _ = check_fields(compose_raw(overrides, config_dir))
-    given = by_name(overrides).keys()
-    return None if config is None else with_base_size(shrunk(config, given, overrides), given, config_dir)
+def derive_differences(config: Config, saved: Config, overrides: Sequence[str]) -> dict[str, list[str]]:
+    """Return the differences of a run that derives from a saved one."""
+    given = named_settings(overrides)
+    replaced_groups = tuple(f"{name}." for name in given if not is_key(name))
+    # the chosen option determines the other keys of its group
+    known = {
+        name: pair for name, pair in saved.differences.items() if name in given or not name.startswith(replaced_groups)
+    }
+    found: dict[str, list[str]] = {}
+    for name in {**known, **given}:
+        before = known[name][1] if name in known else value_text(saved, name)
+        text = value_text(config, name, normal_value(name, given[name]) if name in given else known[name][0])
+        if text != before and not _is_replaced(name, text):
+            found[name] = [text, before]
+    return found
 
 
-def _without(overrides: Sequence[str], names: Set[str]) -> list[str]:
-    return [text for text in overrides if not by_name([text]).keys() & names]
+def _is_replaced(name: str, text: str) -> bool:
+    """Return whether an alternative of a key is given in its place."""
+    return text == "null" and any(name in names for names in ALTERNATIVES)
 
 
-def resolve_saved(config: Config, given: Set[str], overrides: Sequence[str]) -> Config:
+def _select(overrides: Sequence[str], is_wanted: Callable[[str], bool]) -> list[str]:
+    return [text for text in overrides if all(is_wanted(name.lstrip("~")) for name in by_name([text]))]
+
+
+def _text_in(raw: DictConfig, name: str) -> str:
+    value = OmegaConf.select(raw, name if is_key(name) else f"{name}.name")
+    return normal_value(name, override_text(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value))
+
+
+def resolve_saved(
+    config: Config, saved: Config, given: Set[str], overrides: Sequence[str], config_dir: str | Path | None
+) -> Config:
     """Return the configuration of an existing run, which was resolved before, with the values of other overrides."""
     config = with_one_alternative(config, given)
     if "training.batch_size" in given and "training.batch_tokens" not in given:
         config = replaced(config, {"training.batch_tokens": None})
-    config = replaced(with_batch_size(config), {"experiment": recorded(config.experiment, config.experiment.name)})
-    return with_derived(config, given, overrides)
+    config = with_base_size(with_batch_size(config), given, config_dir)
+    values = {
+        "experiment": recorded(config.experiment, config.experiment.name),
+        "differences": derive_differences(config, saved, overrides),
+    }
+    return with_derived(replaced(config, values), given, overrides)
 
 
 def with_one_alternative(config: Config, given: Set[str]) -> Config:
@@ -197,11 +203,6 @@ def with_base_size(config: Config, given: Set[str], config_dir: str | Path | Non
         values["optimizer.lr"] = base_size.lr
     free = {key: value for key, value in values.items() if key not in given}
     return replaced(config, free | {"parametrization.base_size": base_size})
-
-
-def leading(config: Config) -> Leading:
-    """Return what the name of a run with this configuration begins with."""
-    return Leading(config.model.name, config.size.name, str(config.seed))
 
 
 def keys_of_points(experiment: Experiment, overrides: Sequence[str]) -> set[str]:

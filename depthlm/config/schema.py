@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool
 
-from depthlm.config.experiment import Experiment
+from depthlm.config.experiment import Budget, Experiment
 from depthlm.counts import Count
 from depthlm.data.settings import Data
 from depthlm.fields import key, section
@@ -269,30 +269,6 @@ class Tracker:
 
 
 @dataclass(frozen=True)
-class Budget:
-    """How far the runs of an experiment are shrunk. Settings given on the command line stay unchanged."""
-
-    name: str = key("", "name of the budget")
-    flops: float | None = key(
-        None,
-        "maximum training FLOPs of a run, or of an experiment's largest point, at 6 N per token; reduces the tokens",
-        above=0,
-    )
-    max_steps: Count | None = key(None, "maximum number of steps of a run", minimum=1)
-    batch_tokens: Count | None = key(None, "maximum number of tokens per batch", minimum=1)
-    micro_batch_tokens: Count | None = key(
-        None, "maximum number of tokens per forward pass; null: the whole share of a rank", minimum=1
-    )
-    sequence_length: int | None = key(None, "maximum number of tokens per sequence", minimum=1)
-    width_divisor: int = key(1, "divisor of all widths, and of num_experts down to twice experts_per_token", minimum=1)
-    offline: bool = key(
-        False,
-        "run on any machine: replace the protocol's settings by the standard library as bytes, precision=fp32, "
-        "deepspeed=zero0 and one thread",
-    )
-
-
-@dataclass(frozen=True)
 class Config:
     """The configuration of one run."""
 
@@ -373,6 +349,11 @@ class Config:
         "SHA-256 of the source of each class from outside depthlm and of the local modules that it imports, by class; "
         "always computed",
         protocol=False,
+    )
+    differences: dict[str, list[str]] = key(
+        {},
+        "the settings that the name has after the seed, each with its value and the one without it; always computed",
+        on_resume="free",
     )
     experiment: Experiment = section(Experiment, on_resume="free")
 

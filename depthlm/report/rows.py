@@ -36,7 +36,7 @@ class Row:
     @property
     def seeds(self) -> list[str]:
         """The seed of each run."""
-        return [point.seed or point.defaults.seed for point in self.points]
+        return [point.seed or point.default_seed for point in self.points]
 
     @property
     def any_complete(self) -> bool:

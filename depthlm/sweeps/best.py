@@ -318,7 +318,7 @@ def _mistakes(groups: Sequence[Sequence[Point]], settings: Sequence[str], experi
             "experiment.selection_seeds=[11]"
         )
     several = [point for members in groups if len({*map(value_of, members)}) > 1 for point in members]
-    reporting = {point.seed or point.defaults.seed for point in several}
+    reporting = {point.seed or point.default_seed for point in several}
     for seed in sorted({*map(str, experiment.selection_seeds)} & reporting):
         errors.append(f"experiment.selection_seeds: {seed} is also a seed that reports; runs that choose need others")
     if any(point.follows for point in points):

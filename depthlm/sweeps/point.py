@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from depthlm.config.hydra_context import compose_raw, hydra_at_conf
-from depthlm.config.names import DEFAULTS, Leading, by_name, mechanism_name
-from depthlm.config.resolve import run_directory
+from depthlm.config.compose import run_directory
+from depthlm.config.names import mechanism_name
 
 # overrides that name the run, or folder, that a point starts from
 STARTS = ("init_from=", "fork_from=")
@@ -20,7 +19,7 @@ class Point:
 
     settings: those of the experiment's point and of the command line. parts: of its label, by the key that each is
     from. paper: the paper's numbers, by column. follows: whether it starts from the checkpoint of another point.
-    defaults: mechanism, size and seed of the experiment's file. spreads: those printed beside the paper's numbers.
+    default_seed: that of the experiment's file. spreads: those printed beside the paper's numbers.
     best_over: settings whose value is chosen by the runs of the sweep. selects: whether this run is one that chooses.
     """
 
@@ -30,7 +29,7 @@ class Point:
     paper: dict[str, float | None] = field(default_factory=dict)
     follows: bool = False
     config_dir: str | Path | None = None
-    defaults: Leading = DEFAULTS
+    default_seed: str = "1"
     spreads: dict[str, float] = field(default_factory=dict)
     best_over: tuple[str, ...] = ()
     selects: bool = False
@@ -65,11 +64,7 @@ class Point:
     @cached_property
     def directory(self) -> str:
         """The run directory."""
-        if not {"output_dir", "name"} & by_name(self.overrides).keys():
-            return run_directory(self.overrides, self.defaults, config_dir=self.config_dir)
-        with hydra_at_conf():
-            raw = compose_raw(self.overrides, self.config_dir)
-        return str(raw.output_dir or run_directory(self.overrides, self.defaults, raw.name, self.config_dir))
+        return run_directory(self.overrides, self.config_dir)
 
     def checkable(self) -> list[str]:
         """Return the overrides without the run it starts from, which need not exist before the sweep."""

@@ -21,7 +21,7 @@ from depthlm.config.from_run import run_of
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf
 from depthlm.config.keys import check_fields, override_text
 from depthlm.config.names import by_name, experiment_of, importance, setting_texts
-from depthlm.config.resolve import COMPOSING, leading
+from depthlm.config.resolve import COMPOSING
 from depthlm.config.schema import Config
 from depthlm.config.validate.explain import explain_overrides
 from depthlm.runs.records import RunRecord, finite, read_run
@@ -118,8 +118,6 @@ def check_points(
         except ConfigError as error:
             errors.extend(error.errors)
             continue
-        if directory != point.directory:
-            errors.append(f"output_dir={directory}: give it on the command line; a sweep does not read it from a file")
         if directory in directories:
             errors.append(
                 f"output_dir={directory}: several points of the sweep would write there; interpolate the settings that "
@@ -222,7 +220,7 @@ def _experiment_points(overrides: list[str], name: str, config_dir: str | Path |
     except ConfigError:
         # composing the point itself reports all of its mistakes
         return []
-    lines = [replace(line, defaults=leading(config)) for line in expand(replace(config.experiment, name=name))]
+    lines = [replace(line, default_seed=str(config.seed)) for line in expand(replace(config.experiment, name=name))]
     given = by_name(overrides)
     defined = given.keys() & {key for line in lines for key in line.settings}
     selected = [line for line in lines if all(_has(line, key, given[key]) for key in defined)]
@@ -275,7 +273,7 @@ def _combined(
             value = earlier[value[1:], seed].directory
             follows = True
         texts.append(f"{key}={value}")
-    return Point(texts, settings, line.parts, line.paper, follows, config_dir, line.defaults, line.spreads)
+    return Point(texts, settings, line.parts, line.paper, follows, config_dir, line.default_seed, line.spreads)
 
 
 def _has(line: Point, key: str, value: str) -> bool:

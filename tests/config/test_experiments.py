@@ -211,7 +211,7 @@ def test_a_budget_and_its_keys_compose_the_same(budget: str) -> None:
     config = compose_anywhere(point.checkable())
     assert config.output_dir == point.directory
     by_keys = composed(name, budget)[0]
-    assert asdict(config) == asdict(by_keys) | {"output_dir": config.output_dir}
+    assert asdict(config) == asdict(by_keys) | {"output_dir": config.output_dir, "differences": config.differences}
 
 
 @pytest.mark.slow

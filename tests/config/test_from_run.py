@@ -44,7 +44,7 @@ def from_run(*overrides: str, run: str = BASE) -> Config:
 
 
 def without_place(config: Config) -> dict[str, object]:
-    return dataclasses.asdict(dataclasses.replace(config, output_dir=None))
+    return dataclasses.asdict(dataclasses.replace(config, output_dir=None, differences={}))
 
 
 def mistakes(*overrides: str, run: str = BASE) -> list[str]:
@@ -157,10 +157,6 @@ def test_the_name_of_a_derived_run_begins_with_that_of_its_origin() -> None:
     assert same == "runs/vanilla-tiny-seed3-lr0.2"
     save("runs/fast", "optimizer.lr=0.5")
     assert from_run("seed=3", "optimizer.lr=0.5", run="runs/fast").output_dir == "runs/fast-seed3"
-    Path("runs/fast-seed3-lr0.5").mkdir()
-    assert from_run("seed=3", "optimizer.lr=0.5", run="runs/fast").output_dir == "runs/fast-seed3-lr0.5"
-    Path("runs/mine__seed-2").mkdir()
-    assert from_run("seed=2", run="runs/mine").output_dir == "runs/mine__seed-2"
 
 
 def test_a_run_that_derives_from_one_with_the_usual_name_has_the_name_of_a_direct_command(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ HARMLESS = {
     "name", "model.name", "backbone.name", "size.name", "data.name", "data.license", "optimizer.name", "budget.name",
     "data.subset", "data.revision", "data.split", "data.validation_split", "data.suffixes", "data.text_field",
     "data.end_of_text", "model.kept_sources", "optimizer.settings", "training.activation_checkpointing",
-    "training.sample", "parametrization.base_size", "code",
+    "training.sample", "parametrization.base_size", "differences", "code",
     # the user names the run directory, and a new one is beside it
     "output_dir",
 }  # fmt: skip

@@ -153,10 +153,9 @@ def test_a_point_cannot_start_from_an_incomplete_one(tmp_path: Path) -> None:
     assert compose(later.overrides, folder).init_from == f"{tmp_path}/vanilla"
 
 
-def test_an_output_dir_set_in_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_may_set_the_output_dir_of_its_points(tmp_path: Path) -> None:
     folder = write(tmp_path, MINE.replace("training:", "output_dir: elsewhere/${model.name}\ntraining:"))
-    with pytest.raises(ConfigError, match="give it on the command line"):
-        check_points(["experiment=mine/it", "model=vanilla"], folder)
+    assert check_points(["experiment=mine/it", "model=vanilla"], folder)[0].directory == "elsewhere/vanilla"
 
 
 def test_a_value_that_no_point_has_replaces_theirs(folder: Path) -> None:
