@@ -22,6 +22,7 @@ from depthlm.training.checkpoint.init_from import copy_weights
 
 from ..two_ranks import TwoRanks, train_on_ranks
 
+pytestmark = pytest.mark.usefixtures("only_steps")
 Overrides = Callable[..., list[str]]
 SIZE: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
