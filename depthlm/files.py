@@ -26,6 +26,8 @@ LIMITS = {
 LIMIT_WORDS = (*map(os.strerror, LIMITS), "can't allocate memory", "can't start new thread", "failed to map segment")
 # the most bytes and levels of a file that describes a run; files that we write have some 10 KB and five levels
 MAX_BYTES, MAX_DEPTH = 2**26, 50
+# the one in C, which reads ten times as fast, is not in every build of PyYAML
+YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def _umask() -> int:
@@ -153,21 +155,28 @@ def read_json(file: Path) -> dict[str, Any]:
 def read_yaml(file: Path) -> dict[str, Any]:
     """Return the content of a YAML file as plain data; {} if the file is missing, broken or not a mapping.
 
-    A file with aliases counts as broken, since a few lines with them can expand to more than fits in memory, and so
-    does one that is nested deeper than MAX_DEPTH.
+    A file that `check_yaml` refuses counts as broken.
     """
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    depth = 0
     try:
         text = read_text(file)
-        for event in yaml.parse(text, Loader=loader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if isinstance(event, yaml.AliasEvent) or depth > MAX_DEPTH:
-                return {}
-        content = yaml.load(text, Loader=loader)
+        check_yaml(text)
+        content = yaml.load(text, Loader=YAML_LOADER)
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def check_yaml(text: str) -> None:
+    """Raise YAMLError for YAML that is broken, nested deeper than MAX_DEPTH, or that has aliases.
+
+    A few lines with aliases can expand to more than fits in memory, and depthlm writes none.
+    """
+    depth = 0
+    for event in yaml.parse(text, Loader=YAML_LOADER):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent) or depth > MAX_DEPTH:
+            what = "nested too deep" if depth > MAX_DEPTH else "an alias"
+            raise yaml.composer.ComposerError(None, None, what, event.start_mark)
 
 
 def write_record(file: Path, record: dict[str, Any]) -> None:

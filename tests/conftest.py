@@ -1,9 +1,11 @@
 """Settings and fixtures of all tests: one thread, no network, a small corpus, and short runs on it."""
 
+import functools
 import gc
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,11 +40,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="regenerate the golden values instead of comparing")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cheap_garbage_collection() -> None:
-    """Exempt what exists now from garbage collection, which otherwise takes a third of the time of a short run."""
+@functools.cache
+def exempt_from_garbage_collection(path: Path, modules: int) -> None:
+    """Exempt what exists now, once for each file of tests and number of imported modules."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def cheap_garbage_collection(request: pytest.FixtureRequest) -> None:
+    """Look for garbage in what is new; looking at all imports would take a third of the time of a short run."""
+    exempt_from_garbage_collection(request.path, len(sys.modules))
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +98,16 @@ def forks(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[
     forks = Forks(folder if worker_id == "master" else folder.parent)
     yield forks
     forks.close()
+
+
+@pytest.fixture
+def only_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train without an estimate of the memory and a picture of the losses, which take half of a short run.
+
+    Their own tests make them.
+    """
+    monkeypatch.setattr("depthlm.training.setup.check_memory", lambda *_: None)
+    monkeypatch.setattr("depthlm.training.monitoring.describe.plot_loss", lambda *_: None)
 
 
 @pytest.fixture(scope="session")

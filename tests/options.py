@@ -45,8 +45,8 @@ def composed(*overrides: str) -> Config:
 def configuration(*overrides: str) -> Config:
     """Return the configuration of overrides with the keys and options of model, size and backbone put in directly.
 
-    Hydra takes a fifth of a second for each new choice of options. Keys that follow from a size are those of the
-    default one, but the length of the sequences.
+    Hydra takes a fifth of a second for each new choice of options. Only the length of the sequences and the learning
+    rate follow from the size.
     """
     given = dict(override.split("=", 1) for override in overrides)
     rest = {
@@ -64,13 +64,14 @@ def configuration(*overrides: str) -> Config:
         part, _, setting = name.partition(".")
         settings = {"size": size, "backbone": backbone, "model": model[part] if setting else model}[group]
         settings[setting or name] = _value(text)
-    length = rest.get("training.sequence_length", size["sequence_length"])
+    length, lr = rest.get("training.sequence_length", size["sequence_length"]), rest.get("optimizer.lr", size["lr"])
     return replace(
         config,
         model=replace(config.model, **model),
         size=replace(config.size, **size),
         backbone=replace(config.backbone, **backbone),
         training=replace(config.training, sequence_length=int(length)),
+        optimizer=replace(config.optimizer, lr=float(lr)),
     )
 
 

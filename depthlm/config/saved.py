@@ -31,7 +31,7 @@ from omegaconf._utils import get_yaml_loader
 from depthlm.config.keys import flatten, keys, on_resume, validate_values
 from depthlm.config.schema import Config, Model
 from depthlm.errors import UserError
-from depthlm.files import MAX_DEPTH, read_text, read_yaml
+from depthlm.files import YAML_LOADER, check_yaml, read_text, read_yaml
 from depthlm.locations import CONF, PACKAGE
 from depthlm.run_directory import RunDirectory
 
@@ -40,24 +40,10 @@ SIGNED = "# signed: "
 RUN = "run"
 
 
-class Loader(get_yaml_loader()):  # type: ignore[misc]
-    """OmegaConf's loader of YAML, which alone leaves interpolations as text.
-
-    It refuses aliases: a few lines with them can expand to more than fits in memory, and depthlm writes none. It also
-    refuses what is nested deeper than MAX_DEPTH.
-    """
-
-    depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose a node. Raises ComposerError for an alias, and for one that is too deep."""
-        if self.check_event(yaml.AliasEvent) or self.depth > MAX_DEPTH:
-            what = "nested too deep" if self.depth > MAX_DEPTH else "an alias"
-            raise yaml.composer.ComposerError(None, None, what, self.peek_event().start_mark)
-        self.depth += 1
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
+# OmegaConf's, which alone leaves interpolations as text, with the parser in C if there is one
+LOADER: Any = get_yaml_loader()
+if YAML_LOADER is not yaml.SafeLoader:
+    LOADER = type("Loader", (YAML_LOADER, LOADER), {})
 
 
 def config_text(config: Config) -> str:
@@ -92,7 +78,9 @@ def load_config(directory: Path) -> Config:
     if not path.is_file() and not run.checkpoint_folders():
         raise UserError(f"{directory}: no run in it (config.yaml is missing)")
     try:
-        saved = yaml.load(read_text(path), Loader=Loader)
+        text = read_text(path)
+        check_yaml(text)
+        saved = yaml.load(text, Loader=LOADER)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{directory} holds a run whose config.yaml cannot be read ({error})") from None
     if not saved or not isinstance(saved, dict):

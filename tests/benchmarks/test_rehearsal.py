@@ -20,17 +20,17 @@ pytestmark = [
     pytest.mark.skipif(not shutil.which("c++"), reason="the fake GPU needs a C++ compiler"),
 ]
 
-# GiB saved for the backward pass by half of the layers of size 1.5b, micro-batch 8 x 2048, fp32 weights under autocast
+# GiB saved for the backward pass by 8 of the 48 layers of size 1.5b, micro-batch 8 x 2048, fp32 weights under autocast
 SAVED_GIB = {
-    "vanilla": 19,
-    "depth_attention": 19,
-    "moda": 20,
-    "attention_residuals": 24,
-    "attention_residuals_full": 22,
-    "dca": 27,
-    "denseformer": 21,
-    "mhc": 24,
-    "hyper_connections": 24,
+    "vanilla": 6.5,
+    "depth_attention": 6.5,
+    "moda": 6.8,
+    "attention_residuals": 7.8,
+    "attention_residuals_full": 7.4,
+    "dca": 9.2,
+    "denseformer": 7.2,
+    "mhc": 7.9,
+    "hyper_connections": 7.9,
 }
 
 # bytes per thread
@@ -48,7 +48,7 @@ def rehearsed(folder: Path, *arguments: str, status: int = 0) -> Lines:
 
 
 def test_a_step_of_each_preset_stays_within_its_memory_and_the_estimate_equals_it(tmp_path: Path) -> None:
-    lines = rehearsed(tmp_path, "size.num_layers=24")
+    lines = rehearsed(tmp_path, "size.num_layers=8")
     for preset, line in lines.items():
         assert line["saved_gib"] < SAVED_GIB[preset], preset
         assert line["estimated_saved_gib"] == pytest.approx(line["saved_gib"], rel=0.03), preset
@@ -58,7 +58,7 @@ def test_a_step_of_each_preset_stays_within_its_memory_and_the_estimate_equals_i
         # beyond those of the head
         assert line["compilations"] - lines["vanilla"]["compilations"] <= 8, preset
         # the gradients of sources and of depth entries are summed in the kernels
-        assert line["gradient_sums"] <= lines["vanilla"]["gradient_sums"] + 150, preset
+        assert line["gradient_sums"] <= lines["vanilla"]["gradient_sums"] + 40, preset
 
 
 @pytest.mark.release
@@ -90,12 +90,12 @@ def test_the_estimate_holds_with_activation_checkpointing_and_a_mistake_costs_no
 
 
 def test_compiled_sublayers_launch_few_kernels(tmp_path: Path) -> None:
-    most = {"vanilla": 1250, "attention_residuals": 1600, "mhc": 1650}
-    lines = rehearsed(tmp_path, "--compile", "--presets", ",".join(most), "size.num_layers=24")
+    most = {"attention_residuals": 700, "mhc": 620}
+    lines = rehearsed(tmp_path, "--compile", "--presets", ",".join(most), "size.num_layers=8")
     for preset, line in lines.items():
         assert line["launches"] <= most[preset], preset
         # less than without torch.compile, which the estimate before a run assumes
-        assert line["saved_gib"] < SAVED_GIB[preset] - 3, preset
+        assert line["saved_gib"] < SAVED_GIB[preset] - 1, preset
 
 
 @pytest.mark.parametrize(

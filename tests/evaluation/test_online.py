@@ -22,6 +22,7 @@ from depthlm.training import train
 from tests.training.run_files import assert_same, weights
 from tests.two_ranks import TwoRanks, train_on_ranks
 
+pytestmark = pytest.mark.usefixtures("only_steps")
 TASKS = ["evaluation.every=4", "evaluation.tasks=[python_words]", "evaluation.shots=[0,1]"]
 STEPS = ["training.max_steps=6", "training.checkpoint_every=2"]
 
@@ -43,44 +44,44 @@ def overrides(small_run: Overrides, token_folder: Path) -> Overrides:
 
 
 @pytest.fixture(scope="module")
-def known() -> dict[int, dict[str, Any]]:
-    """The results of an undisturbed run, which the first test that needs them computes."""
-    return {}
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared")
 
 
 @pytest.fixture
-def undisturbed(known: dict[int, dict[str, Any]], overrides: Overrides, tmp_path: Path) -> dict[int, dict[str, Any]]:
-    if not known:
-        assert train(depthlm.compose(overrides(name="undisturbed"))) == 0
-        known |= rows(tmp_path / "undisturbed")
-    return known
+def undisturbed(shared: Path, overrides: Overrides) -> Path:
+    """The directory of an undisturbed run, which the first test that needs it trains."""
+    directory = shared / "undisturbed"
+    if not directory.exists():
+        assert train(depthlm.compose(overrides(f"output_dir={directory}"))) == 0
+    return directory
 
 
 def test_the_results_are_those_of_evaluate_and_training_is_not_changed(
-    overrides: Overrides, small_run: Overrides, tmp_path: Path, token_folder: Path
+    undisturbed: Path, small_run: Overrides, tmp_path: Path, token_folder: Path
 ) -> None:
-    assert train(depthlm.compose(overrides())) == 0
-    results = rows(tmp_path / "run")
+    results = rows(undisturbed)
     assert list(results) == [4, 6]
     assert len(results[4]) == len(results[6]) == 3 + 2 * 2
-    recorded = json.loads((tmp_path / "run/evaluation.json").read_text())
+    recorded = json.loads((undisturbed / "evaluation.json").read_text())
     assert recorded == {"step": 6} | results[6]
-    run = f"run={tmp_path / 'run'}"
+    run = f"run={undisturbed}"
     again = evaluate(read_arguments(Evaluate, [run, "tasks=python_words", "shots=0,1"]))
     assert again == recorded
     losses = evaluate(read_arguments(Evaluate, [run, f"sets={token_folder}"]))
     for name in ("loss", "perplexity", "bits_per_byte"):
         own = recorded[f"evaluation/{token_folder.name}/{name}"]
         assert own == pytest.approx(losses[f"validation/{token_folder.name}/{name}"], rel=1e-12)
-    assert train(depthlm.compose(small_run(*STEPS, name="undisturbed"))) == 0
-    assert_same(weights(tmp_path / "run"), weights(tmp_path / "undisturbed"))
+    assert train(depthlm.compose(small_run(*STEPS))) == 0
+    assert_same(weights(undisturbed), weights(tmp_path / "run"))
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_results_of_one(two_ranks: TwoRanks, overrides: Overrides, tmp_path: Path) -> None:
-    assert train(depthlm.compose(overrides(name="one"))) == 0
-    assert two_ranks(train_on_ranks, overrides("deepspeed=zero3", name="two")) == [0, 0]
-    one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
+def test_two_ranks_give_the_results_of_one(
+    two_ranks: TwoRanks, undisturbed: Path, overrides: Overrides, tmp_path: Path
+) -> None:
+    assert two_ranks(train_on_ranks, overrides("deepspeed=zero3")) == [0, 0]
+    one, two = rows(undisturbed), rows(tmp_path / "run")
     assert list(one) == list(two) == [4, 6]
     for step in one:
         assert one[step] == pytest.approx(two[step], rel=1e-5)
@@ -114,7 +115,7 @@ def test_a_failure_is_logged_and_training_continues(
 
 
 def test_a_stop_during_an_evaluation_is_resumed_with_the_task_that_is_missing(
-    overrides: Overrides, undisturbed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overrides: Overrides, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_job, jobs = online.run_job, []
 
@@ -131,17 +132,17 @@ def test_a_stop_during_an_evaluation_is_resumed_with_the_task_that_is_missing(
     assert train(depthlm.compose(overrides())) == 0
     words = [f"{count}_shot/python_words" for count in ("zero", "one", "one", "zero", "one")]
     assert jobs == words
-    assert rows(tmp_path / "run") == undisturbed
+    assert rows(tmp_path / "run") == rows(undisturbed)
 
 
 def test_a_limited_score_is_measured_again_without_the_limit(
-    overrides: Overrides, undisturbed: Any, tmp_path: Path
+    overrides: Overrides, undisturbed: Path, tmp_path: Path
 ) -> None:
     limited = overrides("evaluation.limit=4", "training.stop_after=4")
     assert train(depthlm.compose(limited)) == 0
     assert rows(tmp_path / "run")[4]["evaluation/limit"] == 4
     assert train(depthlm.compose(overrides("training.stop_after=4"))) == 0
-    assert rows(tmp_path / "run")[4] == undisturbed[4] | {"evaluation/limit": None}
+    assert rows(tmp_path / "run")[4] == rows(undisturbed)[4] | {"evaluation/limit": None}
 
 
 def test_trackers_get_the_row_of_an_evaluation_that_is_stopped(

@@ -1,6 +1,6 @@
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 import depthlm
 from depthlm.config import Config, compose_anywhere
+from depthlm.config.resolve import with_derived
 from depthlm.config.saved import config_text
 from depthlm.data import bytes_tokenizer
 from depthlm.files import digest
@@ -19,6 +20,7 @@ from depthlm.runs.checkpoints import WEIGHTS
 from depthlm.runs.manifest import sealed
 
 from ..model.conftest import SHAPE
+from ..options import configuration
 
 MakeRun = Callable[..., Path]
 
@@ -38,7 +40,18 @@ def awaken(model: Decoder, config: Config) -> Decoder:
 def composed(overrides: tuple[str, ...], config_dir: str | None) -> Config:
     """Return the configuration of a small decoder with these overrides, composed once for all tests."""
     settings = [*SHAPE, "data=local", "training.sequence_length=32", "training.max_steps=1", *overrides]
-    return compose_anywhere(settings, config_dir)
+    if config_dir is not None:
+        return compose_anywhere(settings, config_dir)
+    return with_derived(configuration(*settings), set(), settings)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_command_in_the_card(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Export without the command that trains the model, which test_card checks: its shortest form takes a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "card" not in request.module.__name__:
+            patch.setattr("depthlm.hugging_face.card.train_overrides", lambda _: None)
+        yield
 
 
 def write_run(directory: Path, *overrides: str, config_dir: str | None = None) -> Path:

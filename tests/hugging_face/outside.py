@@ -25,7 +25,7 @@ else:
     raise SystemExit("depthlm can be imported")
 
 import torch  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 
 def answer(folder, remote, tokens, texts):
@@ -50,7 +50,6 @@ def answer(folder, remote, tokens, texts):
     sampled = model.generate(**batch, max_new_tokens=4, do_sample=True, num_return_sequences=2)
     return {
         "class": type(model).__name__,
-        "model_type": AutoConfig.from_pretrained(folder, **trust).model_type,
         "logits": output.logits.tolist(),
         "kept": model(tokens, logits_to_keep=2).logits.tolist(),
         "loss": output.loss.item(),

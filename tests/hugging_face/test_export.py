@@ -191,15 +191,6 @@ def test_an_export_computes_and_generates_what_the_run_does(case: Case) -> None:
     assert (answer["class"] == "DepthLMForCausalLM") == any(name.startswith("modeling_") for name in files)
 
 
-@pytest.mark.parametrize(
-    ("case", "kind"),
-    [("vanilla, olmo2", "olmo2"), pytest.param("vanilla", "qwen3", marks=pytest.mark.slow)],
-    indirect=["case"],
-)
-def test_vanilla_is_exported_as_a_transformers_model(case: Case, kind: str) -> None:
-    assert (case.answer["model_type"], case.answer["class"]) == (kind, f"{kind.capitalize()}ForCausalLM")
-
-
 @pytest.mark.parametrize("case", [OWN], indirect=True)
 def test_only_the_code_that_a_mechanism_needs_is_exported(case: Case) -> None:
     files = {file.name for file in case.folder.glob("*.py")}

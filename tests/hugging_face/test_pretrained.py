@@ -22,6 +22,7 @@ from depthlm.training.checkpoint.init_from import copy_weights
 
 from ..two_ranks import TwoRanks, train_on_ranks
 
+pytestmark = pytest.mark.usefixtures("only_steps")
 Overrides = Callable[..., list[str]]
 SIZE: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -61,26 +62,29 @@ def make_folder(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("kind", "settings"),
+    ("kind", "settings", "ours"),
     [
-        ("qwen3_moe", {"moe_intermediate_size": 24, "norm_topk_prob": True}),
-        ("olmoe", {"intermediate_size": 24, "head_dim": 12}),
+        ("qwen3_moe", {"moe_intermediate_size": 24, "norm_topk_prob": True}, "router_normalize=true norm_eps=1e-6"),
+        ("olmoe", {"intermediate_size": 24, "head_dim": 12}, "norm_eps=1e-5"),
     ],
 )
 def test_experts_are_read_and_written_as_transformers_does(
-    small_run: Overrides, make_folder: Callable[..., Path], tmp_path: Path, kind: str, settings: dict, whole: bool
+    small_run: Overrides,
+    make_folder: Callable[..., Path],
+    tmp_path: Path,
+    kind: str,
+    settings: dict,
+    ours: str,
+    whole: bool,
 ) -> None:
     # a checkpoint of the hub has each expert by itself
     folder = make_folder(kind, "10MB" if whole else "20KB", num_experts=6, num_experts_per_tok=2, **settings)
-    config = {"qwen3_moe": "router_normalize=true", "olmoe": "norm_eps=1e-5"}[kind]
-    overrides = [
-        *OURS, f"backbone={kind}", f"backbone.{config}", "backbone.rope_theta=10000", "size.num_experts=6",
-        "size.expert_size=24", f"size.head_size={settings.get('head_dim', 16)}", f"init_from={folder}",
-    ]  # fmt: skip
-    if kind == "qwen3_moe":
-        overrides.append("backbone.norm_eps=1e-6")
-    given = [text for text in overrides if not text.startswith("size.head_size=16") or kind == "qwen3_moe"]
-    assert train(depthlm.compose(small_run(*given, "training.max_steps=1", "optimizer.lr=1e-9"))) == 0
+    overrides = small_run(
+        *OURS, f"backbone={kind}", *(f"backbone.{setting}" for setting in ours.split()), "backbone.rope_theta=10000",
+        "size.num_experts=6", "size.expert_size=24", f"size.head_size={settings.get('head_dim', 16)}",
+        f"init_from={folder}", "training.max_steps=1", "optimizer.lr=1e-9",
+    )  # fmt: skip
+    assert train(depthlm.compose(overrides)) == 0
     model, _ = depthlm.load(tmp_path / "run")
     written = export(tmp_path / "run", tmp_path / "again")
     assert written.native

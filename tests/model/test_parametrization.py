@@ -20,7 +20,9 @@ from depthlm.model.parameters import Factors
 from depthlm.model.shape import Parametrization, Size
 from depthlm.optimizers.build import build_optimizer, parameter_groups
 
+from .. import options
 from ..options import option
+from ..training.run_files import losses
 from .conftest import PRESETS, configuration
 
 # twice as wide as nano_60k, three times as deep, with heads twice as wide
@@ -32,7 +34,7 @@ UNDEFINED = ["attention_residuals_inkling2", "gated_residual", "mudd", "unet_ski
 
 
 def composed(*overrides: str) -> Config:
-    return depthlm.compose([*WIDE, *overrides])
+    return options.configuration(*WIDE, *overrides)
 
 
 def nanogpt(name: str, complete: bool) -> Factors:
@@ -107,13 +109,13 @@ def test_training_equals_that_of_a_model_with_factors_of_outputs(name: str) -> N
     generator = torch.Generator().manual_seed(0)
     for _ in range(4):
         tokens = torch.randint(300, (2, 17), generator=generator)
-        losses = []
+        found = []
         for model, optimizer in zip((ours, theirs), optimizers, strict=True):
             optimizer.zero_grad()
-            losses.append(mean_loss(model, tokens))
-            losses[-1].backward()
+            found.append(mean_loss(model, tokens))
+            found[-1].backward()
             optimizer.step()
-        torch.testing.assert_close(losses[0], losses[1], rtol=1e-11, atol=0)
+        torch.testing.assert_close(*found, rtol=1e-11, atol=0)
 
 
 def parametrized(config: Config, name: Literal["mup", "completep"], base: Size) -> Config:
@@ -244,8 +246,8 @@ VARIANTS = [
 @pytest.mark.parametrize("overrides", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in VARIANTS)])
 def test_the_change_of_the_hidden_state_does_not_follow_the_depth(overrides: str) -> None:
     shallow, deep = 4, 32
-    config = depthlm.compose(
-        [*WIDE[:1], *WIDE[-3:-1], f"size.num_layers={shallow}", "optimizer.lr=3e-3", *overrides.split()]
+    config = options.configuration(
+        *WIDE[:1], *WIDE[-3:-1], f"size.num_layers={shallow}", "optimizer.lr=3e-3", *overrides.split()
     )
     changes = []
     for layers in (shallow, deep):
@@ -312,16 +314,12 @@ def test_a_parametrization_without_known_factors_is_refused(overrides: list[str]
         depthlm.compose(overrides)
 
 
+@pytest.mark.usefixtures("only_steps")
 def test_a_run_at_the_base_size_has_the_losses_of_the_standard_one(
     small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     from depthlm.training import train
 
-    losses = []
     for name, more in (("plain", []), ("scaled", ["parametrization=completep", "parametrization.base_size=micro"])):
-        overrides = small_run("training.max_steps=3", *more, name=name)
-        assert train(depthlm.compose(overrides)) == 0
-        losses.append([line for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines() if "loss" in line])
-    assert [row.split('"loss"')[1].split(",")[0] for row in losses[0]] == [
-        row.split('"loss"')[1].split(",")[0] for row in losses[1]
-    ]
+        assert train(depthlm.compose(small_run("training.max_steps=3", *more, name=name))) == 0
+    assert losses(tmp_path / "plain") == losses(tmp_path / "scaled")

@@ -11,13 +11,14 @@ from torch.nn.functional import cosine_similarity
 
 import depthlm
 from depthlm.config import compose_anywhere
+from depthlm.config.validate.checks import check_together
 from depthlm.locations import CONF
 from depthlm.mechanisms.hyper_connections import State
 from depthlm.model.attention.context import AttentionContext
 from depthlm.model.shape import SublayerSpec
 from depthlm.ops.moda.bank import depth_of
 
-from ..options import option
+from .. import options
 from .conftest import PRESETS, configuration
 from .gradients import loss_and_gradients, random_batch
 
@@ -237,18 +238,16 @@ def test_shared_parameters_have_the_same_initial_values(build: Any, preset: str)
 
 
 @pytest.mark.slow
-def test_every_model_composes_at_every_size() -> None:
-    """The keys of each size are given one by one, since Hydra composes every choice of groups by itself."""
+def test_every_model_fits_every_size() -> None:
+    """Hydra composes each size, with another model; all choices of both would take it a minute."""
     for number, path in enumerate(sorted((CONF / "size").glob("*.yaml"))):
-        size = option("size", path.stem)
-        # the vocabulary of a size grows to that of the tokenizer unless it is given
-        keys = [f"size.{key}={value}" for key, value in size.items() if key != "vocab_size"]
         for preset in PRESETS:
-            config = compose_anywhere([f"model={preset}", *keys])
-            assert (config.model.name, config.size.name) == (preset, path.stem)
-        chosen = compose_anywhere([f"model={PRESETS[number % len(PRESETS)]}", f"size={path.stem}"])
-        assert chosen.size == replace(config.size, vocab_size=chosen.size.vocab_size)
-        assert chosen.size.vocab_size >= size["vocab_size"]
+            config = options.configuration(f"model={preset}", f"size={path.stem}")
+            assert check_together(config, {"model", "size"}) == []
+        composed = compose_anywhere([f"model={PRESETS[number % len(PRESETS)]}", f"size={path.stem}"])
+        # the vocabulary of a size grows to that of the tokenizer
+        assert composed.size == replace(config.size, vocab_size=composed.size.vocab_size)
+        assert composed.size.vocab_size >= config.size.vocab_size
 
 
 def test_only_the_specs_of_connections_count_loops(build: Any) -> None:

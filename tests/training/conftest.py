@@ -24,16 +24,9 @@ def plain_linear_after_the_module() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_loss_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Complete runs without a picture, which other tests check: it takes as long as several steps."""
-    monkeypatch.setattr("depthlm.training.monitoring.describe.plot_loss", lambda *_: None)
-
-
-@pytest.fixture(autouse=True)
-def no_memory_estimate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start without an estimate of the memory, which takes a third of a short run; its own tests make it."""
+def only_steps_by_default(request: pytest.FixtureRequest) -> None:
     if "memory" not in request.module.__name__:
-        monkeypatch.setattr("depthlm.training.setup.check_memory", lambda *_: None)
+        request.getfixturevalue("only_steps")
 
 
 @pytest.fixture

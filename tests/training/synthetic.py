@@ -10,6 +10,8 @@ from depthlm.training.engine import Engine, build_engine
 from depthlm.training.plan import Plan, learning_rate, make_plan
 from depthlm.training.step import train_step
 
+from ..options import configuration
+
 
 def synthetic_tokens(config: Config, steps: int) -> torch.Tensor:
     """Return learnable tokens [steps, batch, T + 1], the same on every machine."""
@@ -21,7 +23,7 @@ def synthetic_tokens(config: Config, steps: int) -> torch.Tensor:
 def built(overrides: list[str]) -> tuple[Config, Plan, Engine]:
     """Return a configuration, its plan and its engine."""
     torch.set_num_threads(1)
-    config = depthlm.compose(overrides)
+    config = configuration(*overrides)
     start_distributed(ranks())
     plan = make_plan(config, ranks())
     return config, plan, build_engine(config, plan, depthlm.build_model(config))

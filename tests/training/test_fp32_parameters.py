@@ -17,6 +17,7 @@ from depthlm.training.engine.partitions import partitions
 from depthlm.training.plan import make_plan
 from depthlm.training.step import train_step
 
+from ..options import configuration
 from ..two_ranks import TwoRanks
 from .run_files import Overrides, TrainRun, assert_same, assert_same_run, weights
 from .run_files import losses as run_losses
@@ -38,7 +39,7 @@ def slow(*cases: tuple[str, ...]) -> list[Any]:
 def start(overrides: list[str], change: Callable[[nn.Module], None] = lambda _: None) -> tuple[Any, ...]:
     """Return a configuration, its plan, and its engine. change: what to change in the model before it is built."""
     torch.set_num_threads(1)
-    config = depthlm.compose(overrides)
+    config = configuration(*overrides)
     start_distributed(ranks())
     plan, model = make_plan(config, ranks()), depthlm.build_model(config)
     change(model)
@@ -123,7 +124,7 @@ def test_the_forward_pass_reads_them_in_fp32_from_the_first_step(small_run: Over
         with torch.no_grad():
             return engine(tokens[:, :-1], tokens[:, 1:]).nll.item()
 
-    declared = {name.rpartition(".")[2] for name in fp32_parameters(depthlm.build_model(depthlm.compose(overrides)))}
+    declared = {name.rpartition(".")[2] for name in fp32_parameters(depthlm.build_model(configuration(*overrides)))}
     unchanged = loss(None)
     # the product with w is in bf16, like every matrix product
     assert [name for name in sorted(declared - {"w"}) if loss(name) == unchanged] == []

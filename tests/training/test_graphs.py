@@ -30,6 +30,7 @@ from depthlm.training.graphs import MicroBatchGraphs, make_graphs
 from depthlm.training.plan import Plan, make_plan
 from depthlm.training.step import train_step
 
+from ..options import configuration
 from ..two_ranks import TwoRanks
 from .run_files import Overrides, TrainRun, assert_same, assert_same_run, curve, weights
 from .spoiled import train_spoiled
@@ -108,7 +109,7 @@ def rerun_graphs(config: Config, plan: Plan, engine: Engine, fails_at: int | Non
 def trained(overrides: list[str], graphs: Callable[..., Any] = lambda *_: None) -> Any:
     """Return losses, norms and whether updates were applied in STEPS steps, the weights after them, and the graphs."""
     torch.set_num_threads(1)
-    config = depthlm.compose([*SMALL, "training.z_loss=0.1", *overrides])
+    config = configuration(*SMALL, "training.z_loss=0.1", *overrides)
     start_distributed(ranks())
     plan, model = make_plan(config, ranks()), depthlm.build_model(config)
     model.checkpoint_activations(config.training.activation_checkpointing)

@@ -7,19 +7,20 @@ import torch
 
 import depthlm
 from depthlm.accounting.memory import MemoryEstimator
-from depthlm.config import Config, compose_anywhere
+from depthlm.config import Config
 from depthlm.distributed.launchers import SINGLE_RANK, Ranks
 from depthlm.errors import UserError
 from depthlm.training import memory_check, train
 from depthlm.training.memory_check import check_memory
+
+from ..options import configuration
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 EIGHT = Ranks(0, 0, 8, 8, "torchrun")
 
 
 def small(*overrides: str) -> Config:
-    settings = ["size=micro", "size.num_layers=2", "training.batch_size=16", "precision=bf16", *overrides]
-    return compose_anywhere(settings)
+    return configuration("size=micro", "size.num_layers=2", "training.batch_size=16", "precision=bf16", *overrides)
 
 
 def fitting(error: pytest.ExceptionInfo[UserError]) -> list[list[str]]:
@@ -45,17 +46,15 @@ def test_suggested_settings_fit_and_include_the_largest_micro_batch():
 
 
 def test_on_several_ranks_zero_stages_that_fit_are_suggested():
-    config = small("size.hidden_size=512", "training.sequence_length=16")
+    wide = ("size.hidden_size=512", "training.sequence_length=16")
+    config = small(*wide)
     available = int(MemoryEstimator(config, "cuda").estimate(0, 8, 2).total * 0.8)
     with pytest.raises(UserError) as error:
         check_memory(config, EIGHT, GPU, available)
     stages = [overrides for overrides in fitting(error) if overrides[0].startswith("deepspeed=")]
     assert stages
     for overrides in stages:
-        again = compose_anywhere(
-            ["size=micro", "size.num_layers=2", "training.batch_size=16", "precision=bf16", "size.hidden_size=512",
-             "training.sequence_length=16", *overrides])  # fmt: skip
-        assert check_memory(again, EIGHT, GPU, available) is not None
+        assert check_memory(small(*wide, *overrides), EIGHT, GPU, available) is not None
 
 
 def test_the_error_says_if_nothing_fits():

@@ -211,7 +211,8 @@ def test_the_memory_estimate_counts_the_gradients_of_bf16_at_stage_1(small_run: 
     [
         ["model=dca", "backbone.tie_embeddings=true", "training.activation_checkpointing=true"],
         pytest.param(["model=moda", "model.loops=2", "training.activation_checkpointing=true"], marks=pytest.mark.slow),
-        pytest.param(["model=mhc", "model.connection.collapse=learned"], marks=pytest.mark.slow),
+        pytest.param(["model=mhc", "model.connection.collapse=learned", "backbone=qwen3_moe"], marks=pytest.mark.slow),
+        pytest.param(["model=depth_attention", "backbone=kimi_linear"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
