@@ -6,9 +6,9 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
+from typing import Any
 
 from depthlm.config.keys import keys, on_resume, override_text, value_at, value_of
 from depthlm.config.schema import Config
@@ -109,9 +109,12 @@ def named_settings(overrides: Sequence[str]) -> dict[str, str]:
     }
 
 
-def value_text(config: Config, name: str, given: str = "") -> str:
-    """Return the value of a key or group as a name has it. given: that of a group, or of a key with values inside."""
-    value = value_at(asdict(config), name if is_key(name) else f"{name}.name")
+def value_text(values: Mapping[str, Any], name: str, given: str = "") -> str:
+    """Return the value of a key or group as a name has it.
+
+    values: those of a configuration. given: the value of a group without a name, or of a key with values inside.
+    """
+    value = value_at(values, name if is_key(name) else f"{name}.name")
     return normal_value(name, given if isinstance(value, dict) or not (is_key(name) or value) else override_text(value))
 
 

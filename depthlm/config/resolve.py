@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.errors import ConfigError, listed, nearest
-from depthlm.config.experiment import Experiment
-from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf
+from depthlm.config.experiment import Budget, Experiment
+from depthlm.config.hydra_context import available_groups, compose_options, compose_raw, hydra_at_conf
 from depthlm.config.keys import check_fields, override_text, replaced, value_of
 from depthlm.config.names import (
     LEADING,
@@ -79,27 +79,29 @@ def find_differences(config: Config, overrides: Sequence[str], config_dir: str |
 
     It needs none of those that set what the configuration has without them.
     """
-    given = named_settings(overrides)
-    found = {name: [value_text(config, name, normal_value(name, text)), ""] for name, text in given.items()}
+    given, values = named_settings(overrides), asdict(config)
+    found = {name: [value_text(values, name, normal_value(name, text)), ""] for name, text in given.items()}
     with hydra_at_conf(), suppress(*COMPOSING):
         options = _select(overrides, lambda name: not is_key(name))
         # the default of a key is that of the chosen options
-        chosen = compose_raw(options, config_dir)
-        usual = compose_raw(_select(options, lambda name: name in ("experiment", *LEADING)), config_dir)
+        chosen = compose_options(options, config_dir)
+        usual = compose_options(_select(options, lambda name: name in ("experiment", *LEADING)), config_dir)
         for name, pair in found.items():
             same_options = not is_key(name) and OmegaConf.select(chosen, name) == OmegaConf.select(usual, name)
             pair[1] = pair[0] if same_options else _text_in(chosen if is_key(name) else usual, name)
-        needed = {name for name in found if found[name][0] != found[name][1] and not _is_replaced(name, found[name][0])}
-        if needed == found.keys():
-            return found
-        # what one override sets to its default may differ because of another
-        rest = _select(overrides, lambda name: name in needed or name not in found)
-        composed, _ = check_fields(compose_raw(rest, config_dir))
-        names = by_name(rest).keys()
-        if composed is not None:
+        needed = {name for name, (text, before) in found.items() if text != before and not _is_replaced(name, text)}
+        is_shrunk = replace(config.budget, name="") != Budget()
+        if is_shrunk or not all(_is_literal(chosen, name) for name in found.keys() - needed):
+            # another override, or the budget, may give it a value other than the default
+            rest = _select(overrides, lambda name: name in needed or name not in found)
+            composed, _ = check_fields(compose_raw(rest, config_dir))
+            names = by_name(rest).keys()
+            if composed is None:
+                return found
             composed = with_base_size(shrunk(composed, names, rest), names, config_dir)
-            if not compare(asdict(composed), asdict(config)):
-                return {name: pair for name, pair in found.items() if name in needed}
+            if compare(asdict(composed), values):
+                return found
+        return {name: pair for name, pair in found.items() if name in needed}
     return found
 
 
@@ -111,13 +113,21 @@ def derive_differences(config: Config, saved: Config, overrides: Sequence[str]) 
     known = {
         name: pair for name, pair in saved.differences.items() if name in given or not name.startswith(replaced_groups)
     }
-    found: dict[str, list[str]] = {}
+    old, new, found = asdict(saved), asdict(config), {}
     for name in {**known, **given}:
-        before = known[name][1] if name in known else value_text(saved, name)
-        text = value_text(config, name, normal_value(name, given[name]) if name in given else known[name][0])
+        before = known[name][1] if name in known else value_text(old, name)
+        text = value_text(new, name, normal_value(name, given[name]) if name in given else known[name][0])
         if text != before and not _is_replaced(name, text):
             found[name] = [text, before]
     return found
+
+
+def _is_literal(raw: DictConfig, name: str) -> bool:
+    """Return whether only an override of a key or group itself changes its value in a composed configuration."""
+    section, _, key = name.rpartition(".")
+    owner = OmegaConf.select(raw, section) if section else raw
+    related = any(name in names for names in ALTERNATIVES) or name in ("training.batch_size", "size.vocab_size")
+    return not related and not (is_key(name) and OmegaConf.is_config(owner) and OmegaConf.is_interpolation(owner, key))
 
 
 def _is_replaced(name: str, text: str) -> bool:

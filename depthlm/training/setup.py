@@ -220,7 +220,7 @@ def check_same_run(config: Config) -> None:
     settings = {
         name: value
         for name, value in flatten(dataclasses.asdict(config)).items()
-        if not (name.startswith("data.") and name.endswith("path"))
+        if not (name.removeprefix("differences.").startswith("data.") and name.endswith("path"))
     }
     packages = {f"the version of {name}": version for name, version in versions().items() if name in PACKAGES}
     _check_same({**settings, "the code of depthlm": digest(PACKAGE.rglob("*.py")), **packages})

@@ -42,6 +42,7 @@ def named(*overrides: str) -> str:
         (["data=local", "data.source='my texts'"], "vanilla-tiny-seed1-local-source-my-texts-"),
         (["backbone.tie_embeddings=true"], "vanilla-tiny-seed1-tie_embeddings-true"),
         (["data.revision='1.10'"], "vanilla-tiny-seed1-revision1.10"),
+        (["init_from=runs/base"], "vanilla-tiny-seed1-init_from-base-"),
         # what has no effect on the result
         (["size=micro", "training.log_every=3", "tracker=none", "training.stop_after=4"], "vanilla-micro-seed1"),
         # what the configuration has without it
@@ -70,7 +71,7 @@ CHOICES = {
 }  # fmt: skip
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     *[st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in CHOICES.items()})] * 2,
 )

@@ -8,7 +8,6 @@ import torch
 
 import depthlm
 from depthlm.config import Config
-from depthlm.config.names import run_name
 from depthlm.data import Tokenizer, bytes_tokenizer
 from depthlm.errors import UserError
 from depthlm.model import Decoder
@@ -87,10 +86,6 @@ def test_a_run_without_a_valid_checkpoint_is_refused(small_run: Overrides, vanil
     (vanilla / "checkpoints/step-00000008/model.safetensors").write_bytes(b"torn")
     with pytest.raises(UserError, match="no complete checkpoint in it"):
         train(config)
-
-
-def test_the_source_is_part_of_the_run_name() -> None:
-    assert run_name(["init_from=outputs/default/base"]) != run_name(["init_from=outputs/default/other"])
 
 
 SHARED = ("data.path=null", "data.vocab_size=300", "size.vocab_size=320", "training.max_steps=1")
