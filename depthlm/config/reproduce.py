@@ -14,8 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.compose import compose_anywhere
 from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf, mechanism_option, value_text
-from depthlm.config.keys import flatten
-from depthlm.config.resolve import LENGTHS
+from depthlm.config.keys import value_at
+from depthlm.config.names import by_importance, is_key
 from depthlm.config.saved import compare
 from depthlm.config.schema import Config, run_steps
 from depthlm.counts import count_text, parse_count
@@ -24,10 +24,8 @@ from depthlm.locations import CONF, command
 from depthlm.model.shape import Size
 from depthlm.optimizers import Optimizer
 
-# groups whose option has the name in the configuration; the keys of the others are given one by one
-GROUPS = ("model", "backbone", "size", "parametrization", "data", "optimizer", "schedule", "precision")
-# where files are, and what is applied to the values already
-IGNORED = ("data.path", "budget", "experiment", "model.name", "code")
+# where files are, and what is computed
+IGNORED = ("data.path", "model.name")
 # values of data.document_mask
 MASKS = {True: "attention inside documents", "bos": "attention inside documents that begin with the end-of-text token"}
 # keys that do not affect the preparation
@@ -84,43 +82,33 @@ def _of_groups(optimizer: Optimizer, name: str, default: float | None) -> str:
 
 
 def train_overrides(config: Config) -> list[str] | None:
-    """Return the shortest overrides that compose a resolved configuration, as words for a shell; None if none do.
+    """Return the overrides that compose a resolved configuration, as words for a shell; None if they do not.
 
-    Of an absolute path only the last name is given, since it may be private: /home/me/text becomes /path/to/text.
+    They choose mechanism, size, seed and precision, and make the differences of which the run's name is made. Of an
+    absolute path only the last name is given, since it may be private: /home/me/text becomes /path/to/text.
     """
-    found = shortest_overrides(config, public=True)
-    return None if found is None else [shlex.quote(text) for text in found]
-
-
-def shortest_overrides(config: Config, public: bool = False) -> list[str] | None:
-    """Return the shortest overrides that compose a resolved configuration; None if none do.
-
-    Keys that do not affect the result are omitted. public: whether to omit the folders of absolute paths.
-    """
-    options, names = available_groups(None), {group: getattr(config, group).name for group in GROUPS}
-    chosen = [f"{group}={name}" for group, name in names.items() if name in options[group]]
-    if isinstance(base := config.parametrization.base_size, Size) and base.name in options["size"]:
-        chosen.append(f"parametrization.base_size={base.name}")
-    if names["model"] not in options["model"]:
-        parts = {part: mechanism_option(part, getattr(config.model, part)) for part in ("connection", "attention")}
-        chosen += [f"model/{part}={option}" for part, option in parts.items() if option is not None]
-    saved = asdict(config)
-    values: dict[str, Any] = {}
+    values, model = asdict(config), config.model
+    chosen: dict[str, Any] = {"experiment": config.experiment.name} if config.experiment.name else {}
+    if model.name in available_groups(None)["model"]:
+        chosen["model"] = model.name
+    else:
+        for part in ("connection", "attention"):
+            settings = getattr(model, part)
+            option = mechanism_option(part, settings)
+            own = {f"model.{part}.{key}": value for key, value in settings.items()}
+            chosen |= own if option is None else {f"model/{part}": option}
+    chosen |= {"size": config.size.name, "precision": config.precision.name, "seed": config.seed}
+    for name in by_importance(config.differences):
+        value, text = value_at(values, name), config.differences[name][0]
+        # an option, or what has values of its own, such as a size, is given by its name
+        chosen[name] = value if is_key(name) and not isinstance(value, dict) else text
     try:
-        defaults = asdict(compose_anywhere())
-        # an option that is the default needs no override, except where it depends on the machine
-        is_default = {f"{group}={defaults[group]['name']}" for group in GROUPS if group != "precision"}
-        groups = [text for text in chosen if text not in is_default]
-        # one value may determine another, as size.lr does optimizer.lr
-        for _ in range(3):
-            differing = _differences(saved, asdict(compose_anywhere([*groups, *_overrides(values)])))
-            if not differing:
-                shown = {name: _public(value) for name, value in values.items()} if public else values
-                return [*groups, *_overrides(shown)]
-            values |= _values(saved, differing)
+        again = compose_anywhere(_overrides(chosen))
     except (UserError, HydraException, OmegaConfBaseException, ValueError):
-        pass
-    return None
+        return None
+    if any(name not in IGNORED for name in compare(values, asdict(again))):
+        return None
+    return [shlex.quote(text) for text in _overrides({name: _public(value) for name, value in chosen.items()})]
 
 
 def prepare_command(config: Config) -> str:
@@ -132,24 +120,6 @@ def prepare_command(config: Config) -> str:
     return " ".join(
         [command("data/prepare.py", "prepare"), *chosen, *_differing("data", asdict(config.data), defaults)]
     )
-
-
-def _differences(saved: dict[str, Any], composed: dict[str, Any]) -> list[str]:
-    return [name for name in compare(saved, composed) if not any(f"{name}.".startswith(f"{part}.") for part in IGNORED)]
-
-
-def _values(saved: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """Return the values of these keys; a whole group is given by its keys that are set."""
-    flat = flatten(saved)
-    values: dict[str, Any] = {}
-    for name in names:
-        inside = {key: value for key, value in flat.items() if key.startswith(f"{name}.") and value is not None}
-        values |= inside or {name: flat.get(name)}
-    # one length replaces the others, and a batch in tokens the one in sequences
-    unset = {name for name in (*LENGTHS, "schedule.warmup_ratio", "schedule.warmup_steps") if values.get(name) is None}
-    if values.get("training.batch_tokens") is not None:
-        unset.add("training.batch_size")
-    return {name: value for name, value in values.items() if name not in unset}
 
 
 def _overrides(values: dict[str, Any]) -> list[str]:

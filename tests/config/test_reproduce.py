@@ -31,7 +31,7 @@ CASES = {
         ["parametrization=completep", "parametrization.base_size=tiny"],
         ["parametrization=completep", "parametrization.base_size=tiny"],
     ),
-    "budget": (["experiment=depth_attention/main", "model=mhc", "budget=smoke"], ["model=mhc"]),
+    "budget": (["experiment=depth_attention/main", "model=mhc", "budget=smoke"], ["model=mhc", "budget=smoke"]),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@ import json
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,10 +38,10 @@ def awaken(model: Decoder, config: Config) -> Decoder:
 
 
 @cache
-def composed(overrides: tuple[str, ...], config_dir: str | None) -> Config:
+def composed(overrides: tuple[str, ...], config_dir: str | None, with_hydra: bool) -> Config:
     """Return the configuration of a small decoder with these overrides, composed once for all tests."""
     settings = [*SHAPE, "data=local", "training.sequence_length=32", "training.max_steps=1", *overrides]
-    if config_dir is not None:
+    if with_hydra or config_dir is not None:
         return compose_anywhere(settings, config_dir)
     return with_derived(configuration(*settings), set(), settings)
 
@@ -54,9 +55,12 @@ def no_command_in_the_card(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def write_run(directory: Path, *overrides: str, config_dir: str | None = None) -> Path:
-    """Write a run directory with one checkpoint of a small decoder, as training would, without training."""
-    config = dataclasses.replace(composed(overrides, config_dir), output_dir=str(directory))
+def write_run(directory: Path, *overrides: str, config_dir: str | None = None, with_hydra: bool = False) -> Path:
+    """Write a run directory with one checkpoint of a small decoder, as training would, without training.
+
+    with_hydra: compose as training does, for what tells how the run differs from others.
+    """
+    config = dataclasses.replace(composed(overrides, config_dir, with_hydra), output_dir=str(directory))
     checkpoint = RunDirectory(directory).checkpoint(1)
     checkpoint.mkdir(parents=True)
     model = awaken(depthlm.build_model(config), config)
@@ -78,7 +82,7 @@ def write_run(directory: Path, *overrides: str, config_dir: str | None = None) -
 def make_run(tmp_path: Path) -> MakeRun:
     """Write a run directory for these overrides."""
 
-    def make(*overrides: str, name: str = "run", config_dir: str | None = None) -> Path:
-        return write_run(tmp_path / name, *overrides, config_dir=config_dir)
+    def make(*overrides: str, name: str = "run", **composed: Any) -> Path:
+        return write_run(tmp_path / name, *overrides, **composed)
 
     return make

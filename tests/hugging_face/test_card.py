@@ -42,7 +42,7 @@ def card_of(run: Path, **options: str) -> ModelCard:
 
 
 def test_the_card_of_a_complete_run(make_run: MakeRun) -> None:
-    run = make_run("model=mhc", "seed=7")
+    run = make_run("model=mhc", "seed=7", with_hydra=True)
     write(run, metrics=ROWS[:1], summary={"steps": 1, "unigram_entropy": 6.0}, environment=ENVIRONMENT)
     card = card_of(run, license="mit")
     data, text = card.data, card.text
@@ -112,8 +112,9 @@ def test_a_run_that_lacks_files_is_exported_with_a_shorter_card(make_run: MakeRu
 
 def test_a_corpus_of_the_hub_is_named_and_no_path_of_this_machine_is(make_run: MakeRun) -> None:
     run = make_run(
-        "data=fineweb_edu", "data.tokenizer=bytes", "data.source=/home/me/secret/mirror", "init_from=/srv/old"
-    )
+        "data=fineweb_edu", "data.tokenizer=bytes", "data.source=/home/me/secret/mirror", "init_from=/srv/old",
+        with_hydra=True,
+    )  # fmt: skip
     card = card_of(run)
     assert card.data.datasets == ["HuggingFaceFW/fineweb-edu"]
     assert "[HuggingFaceFW/fineweb-edu](https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu)" in card.text
