@@ -157,10 +157,10 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
     PyTorch takes up to a millisecond to find the shape of one on meta, and the layers of a decoder repeat their calls.
     """
-    shapes = _result(func, _described(args), _described(list(kwargs.items()))) if _is_pure(func) else None
+    shapes = _find_shapes(func, _describe(args), _describe(list(kwargs.items()))) if _is_pure(func) else None
     if shapes is None:
         return func(*args, **kwargs)
-    results = tuple(_rebuilt(shapes))
+    results = tuple(_rebuild(shapes))
     return results if len(results) > 1 else results[0]
 
 
@@ -172,15 +172,15 @@ def _is_pure(func: Any) -> bool:
 
 
 @functools.cache
-def _result(func: Any, args: Any, kwargs: Any) -> "tuple[_Shape, ...] | None":
+def _find_shapes(func: Any, args: Any, kwargs: Any) -> "tuple[_Shape, ...] | None":
     """Return the shapes of an operator's results; None if one is missing, not on meta or shares storage."""
-    inputs = _rebuilt(args)
-    result = func(*inputs, **dict(_rebuilt(kwargs)))
+    inputs = _rebuild(args)
+    result = func(*inputs, **dict(_rebuild(kwargs)))
     results = [result] if isinstance(result, Tensor) else result
     storages = {x.untyped_storage()._cdata for x in inputs if isinstance(x, Tensor)}
     # an operator may leave out a gradient
     if all(isinstance(x, Tensor) and x.is_meta and x.untyped_storage()._cdata not in storages for x in results):
-        return _described(results)
+        return _describe(results)
     return None
 
 
@@ -200,17 +200,17 @@ class _Constant(NamedTuple):
     kind: type
 
 
-def _described(x: Any) -> Any:
-    """Return an argument of an operator as a key of `_result`."""
+def _describe(x: Any) -> Any:
+    """Return an argument or result of an operator as a key."""
     if isinstance(x, Tensor):
         return _Shape(x.shape, x.stride(), x.dtype, x.device)
-    return tuple(map(_described, x)) if isinstance(x, list | tuple) else _Constant(x, type(x))
+    return tuple(map(_describe, x)) if isinstance(x, list | tuple) else _Constant(x, type(x))
 
 
-def _rebuilt(x: Any) -> Any:
+def _rebuild(x: Any) -> Any:
     if isinstance(x, _Shape):
         return torch.ops.aten.empty_strided.default(x.shape, x.stride, dtype=x.dtype, device=x.device)
-    return x.value if isinstance(x, _Constant) else [*map(_rebuilt, x)]
+    return x.value if isinstance(x, _Constant) else [*map(_rebuild, x)]
 
 
 class _SimulatedDevice(TorchFunctionMode):

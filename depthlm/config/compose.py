@@ -1,5 +1,6 @@
 """Compose command-line overrides into a checked, resolved `Config`."""
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,8 +15,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.errors import ConfigError
 from depthlm.config.from_run import check_origin, directory_of, keeps_mechanism, own_overrides, raw_from_run, run_of
-from depthlm.config.hydra_context import compose_raw, hydra_at_conf, ignored_files, keep_text
+from depthlm.config.hydra_context import Files, compose_raw, hydra_at_conf, ignored_files, keep_text, state_of_files
 from depthlm.config.keys import check_fields, replaced
+from depthlm.config.names import by_name
 from depthlm.config.resolve import resolve, resolve_saved
 from depthlm.config.saved import load_config
 from depthlm.config.schema import Config
@@ -56,6 +58,13 @@ def compose_anywhere(
 
 def run_directory(overrides: Sequence[str], config_dir: str | Path | None = None) -> str:
     """Return the run directory of overrides whose values are allowed. Raises ConfigError if one is not."""
+    folder = None if config_dir is None else Path(config_dir)
+    return _run_directory(tuple(overrides), folder, state_of_files(folder))
+
+
+@functools.lru_cache(maxsize=4096)
+def _run_directory(overrides: tuple[str, ...], config_dir: Path | None, files: Files) -> str:
+    # a sweep asks again after each round of its runs
     config, saved = _composed(overrides, config_dir)
     return str(_resolved(config, overrides, saved, lambda config: "bf16", config_dir).config.output_dir)
 
@@ -121,7 +130,7 @@ def _resolved(
     config_dir: str | Path | None,
 ) -> _Resolved:
     run, own_texts = run_of(overrides), own_overrides(overrides)
-    given = {override.key_or_group for override in OverridesParser.create().parse_overrides(own_texts)}
+    given = {name.lstrip("~") for name in by_name(own_texts)}
     points = [point for point in config.experiment.points if isinstance(point, dict)]
     starts = {str(name) for point in points for name, value in point.items() if str(value).startswith("@")}
     if saved is not None and keeps_mechanism(saved, config):

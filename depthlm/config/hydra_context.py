@@ -50,7 +50,7 @@ def compose_raw(overrides: Sequence[str], config_dir: str | Path | None) -> Dict
     """
     parsed = OverridesParser.create().parse_overrides(open_names(overrides))
     folder = None if config_dir is None else Path(config_dir).resolve()
-    files = () if folder is None else _state_of(folder)
+    files = state_of_files(folder)
     options = _options(folder, files)
     groups = [override for override in parsed if _is_composed(override, options)]
     raw = pickle.loads(_composed_groups(tuple(str(override.input_line) for override in groups), folder, files))
@@ -62,7 +62,7 @@ def compose_raw(overrides: Sequence[str], config_dir: str | Path | None) -> Dict
 def compose_options(options: Sequence[str], config_dir: str | Path | None) -> DictConfig:
     """Return what options compose to, as `compose_raw` does. It is shared between callers, which do not change it."""
     folder = None if config_dir is None else Path(config_dir).resolve()
-    return _composed_options(tuple(options), folder, () if folder is None else _state_of(folder))
+    return _composed_options(tuple(options), folder, state_of_files(folder))
 
 
 @functools.lru_cache(maxsize=64)
@@ -111,7 +111,10 @@ def _is_composed(override: Override, groups: Set[str]) -> bool:
 Files = tuple[tuple[str, int, int], ...]
 
 
-def _state_of(folder: Path) -> Files:
+def state_of_files(folder: Path | None) -> Files:
+    """Return the configuration files of a folder with their times and sizes."""
+    if folder is None:
+        return ()
     states = ((str(file), file.stat()) for file in sorted(folder.rglob("*.yaml")) if file.is_file())
     return tuple((name, state.st_mtime_ns, state.st_size) for name, state in states)
 

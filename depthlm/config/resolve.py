@@ -80,7 +80,10 @@ def find_differences(config: Config, overrides: Sequence[str], config_dir: str |
     It needs none of those that set what the configuration has without them.
     """
     given, values = named_settings(overrides), asdict(config)
-    found = {name: [value_text(values, name, normal_value(name, text)), ""] for name, text in given.items()}
+    given = {name: normal_value(name, text) for name, text in given.items()}
+    found = {name: [value_text(values, name, text), ""] for name, text in given.items()}
+    # the budget has replaced the length of a point
+    found |= {name: [given[name], ""] for name, (text, _) in found.items() if text == "null"}
     with hydra_at_conf(), suppress(*COMPOSING):
         options = _select(overrides, lambda name: not is_key(name))
         # the default of a key is that of the chosen options

@@ -58,7 +58,7 @@ def no_command_in_the_card(request: pytest.FixtureRequest) -> Iterator[None]:
 def write_run(directory: Path, *overrides: str, config_dir: str | None = None, with_hydra: bool = False) -> Path:
     """Write a run directory with one checkpoint of a small decoder, as training would, without training.
 
-    with_hydra: compose as training does, for what tells how the run differs from others.
+    with_hydra: compose as training does, with the differences of the run.
     """
     config = dataclasses.replace(composed(overrides, config_dir, with_hydra), output_dir=str(directory))
     checkpoint = RunDirectory(directory).checkpoint(1)
