@@ -175,6 +175,8 @@ def _is_pure(func: Any) -> bool:
 def _find_shapes(func: Any, args: Any, kwargs: Any) -> "tuple[_Shape, ...] | None":
     """Return the shapes of an operator's results; None if one is missing, not on meta or shares storage."""
     inputs = _rebuild(args)
+    if not all(x.is_meta for x in tree_leaves(inputs) if isinstance(x, Tensor)):
+        return None
     result = func(*inputs, **dict(_rebuild(kwargs)))
     results = [result] if isinstance(result, Tensor) else result
     storages = {x.untyped_storage()._cdata for x in inputs if isinstance(x, Tensor)}

@@ -15,7 +15,7 @@ from yaml import YAMLError
 from depthlm.config.errors import ConfigError, nearest
 from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf
 from depthlm.config.keys import keys, on_resume
-from depthlm.config.names import by_name, derived_name
+from depthlm.config.names import by_name, derived_name, run_name
 from depthlm.config.resolve import LENGTHS
 from depthlm.config.saved import as_text, check_reach, check_trusted, compare, load_config, targets
 from depthlm.config.schema import Config
@@ -110,8 +110,14 @@ def directory_of(run: Path, saved: Config, config: Config, overrides: Sequence[s
         return str(run)
     # "." and ".." have a name only after they are resolved
     origin = run if run.name.strip(".") else run.resolve()
-    is_named = config.name is not None and config.name != saved.name
-    return str(origin.parent / (str(config.name) if is_named else derived_name(origin.name, saved, config)))
+    if config.name is not None and config.name != saved.name:
+        return str(origin.parent / config.name)
+    # it imports this module
+    from depthlm.config.reproduce import train_overrides
+
+    # options do not replace all that they set from scratch; then the name of a direct command is that of another run
+    is_direct = origin.name == run_name(saved) and train_overrides(config) is not None
+    return str(origin.parent / (run_name(config) if is_direct else derived_name(origin.name, saved, config)))
 
 
 def _changes(saved: Config, config: Config) -> dict[str, str]:

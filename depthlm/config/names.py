@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
@@ -47,19 +48,22 @@ FAR = 99
 def run_name(config: Config) -> str:
     """Return the name of a run, as in `mhc-tiny-seed1-lr1e-3`: its mechanism, size and seed, then what differs.
 
-    A hash ends it where the differences are too long, or where others could be written in the same way.
+    A hash ends it where the differences are too long, or where others would give the same text.
     """
     return _name(_leading(config), {name: config.differences[name][0] for name in by_importance(config.differences)})
 
 
 def derived_name(origin: str, saved: Config, config: Config) -> str:
-    """Return the name of a run that derives from the one that is saved in the folder `origin`."""
-    if origin == run_name(saved):
-        return run_name(config)
-    own = {name for name, pair in config.differences.items() if saved.differences.get(name) != pair}
+    """Return the name of a run that derives from a saved one: the folder of that one, and what differs."""
+    before, after = saved.differences, config.differences
+    own = {
+        # what has its default again
+        **{name: value_text(asdict(config), name) for name in before.keys() - after.keys()},
+        **{name: text for name, (text, base) in after.items() if before.get(name) != [text, base]},
+    }
     leading = {"model.name": config.model.name, "size.name": config.size.name, "seed": f"seed{config.seed}"}
     changed = [_plain(text) for name, text in leading.items() if value_of(saved, name) != value_of(config, name)]
-    return _name("-".join([origin, *changed]), {name: config.differences[name][0] for name in by_importance(own)})
+    return _name("-".join([origin, *changed]), {name: own[name] for name in by_importance(own)})
 
 
 def _leading(config: Config) -> str:

@@ -81,7 +81,8 @@ def find_differences(config: Config, overrides: Sequence[str], config_dir: str |
     """
     given, values = named_settings(overrides), asdict(config)
     given = {name: normal_value(name, text) for name, text in given.items()}
-    found = {name: [value_text(values, name, text), ""] for name, text in given.items()}
+    # an option may have the name of another one inside
+    found = {name: [value_text(values, name, text) if is_key(name) else text, ""] for name, text in given.items()}
     # the budget has replaced the length of a point
     found |= {name: [given[name], ""] for name, (text, _) in found.items() if text == "null"}
     with hydra_at_conf(), suppress(*COMPOSING):
@@ -93,9 +94,9 @@ def find_differences(config: Config, overrides: Sequence[str], config_dir: str |
             same_options = not is_key(name) and OmegaConf.select(chosen, name) == OmegaConf.select(usual, name)
             pair[1] = pair[0] if same_options else _text_in(chosen if is_key(name) else usual, name)
         needed = {name for name, (text, before) in found.items() if text != before and not _is_replaced(name, text)}
-        is_shrunk = replace(config.budget, name="") != Budget()
-        if is_shrunk or not all(_is_literal(chosen, name) for name in found.keys() - needed):
-            # another override, or the budget, may give it a value other than the default
+        is_changed = replace(config.budget, name="") != Budget() or config.parametrization.base_size is not None
+        if is_changed or not all(_is_literal(chosen, name) for name in found.keys() - needed):
+            # another override, the budget or the base size may give it a value other than the default
             rest = _select(overrides, lambda name: name in needed or name not in found)
             composed, _ = check_fields(compose_raw(rest, config_dir))
             names = by_name(rest).keys()
@@ -111,7 +112,7 @@ def find_differences(config: Config, overrides: Sequence[str], config_dir: str |
 def derive_differences(config: Config, saved: Config, overrides: Sequence[str]) -> dict[str, list[str]]:
     """Return the differences of a run that derives from a saved one."""
     given = named_settings(overrides)
-    replaced_groups = tuple(f"{name}." for name in given if not is_key(name))
+    replaced_groups = tuple(f"{name.replace('/', '.')}." for name in by_name(overrides) if not is_key(name))
     # the chosen option determines the other keys of its group
     known = {
         name: pair for name, pair in saved.differences.items() if name in given or not name.startswith(replaced_groups)

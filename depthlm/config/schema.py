@@ -350,7 +350,7 @@ class Config:
         "always computed",
         protocol=False,
     )
-    differences: dict[str, list[str]] = key(
+    differences: dict[str, Annotated[list[str], Field(min_length=2, max_length=2)]] = key(
         {},
         "the settings that the name has after the seed, each with its value and the one without it; always computed",
         on_resume="free",

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -13,6 +14,8 @@ from depthlm.config.validate.checks import check_ranks
 from depthlm.counts import gib_text
 from depthlm.data import check_prepared
 from depthlm.errors import UserError
+from depthlm.files import read_yaml
+from depthlm.run_directory import RunDirectory
 from depthlm.runs.directory import check_run_directory
 from depthlm.slurm.cluster import Cluster
 from depthlm.sweeps import Point
@@ -49,7 +52,7 @@ def check_start(points: Iterable[Point], cluster: Cluster) -> None:
         mistakes += _errors(check_prepared, config.data, partial(prepare_command, config))
         if not point.follows:
             # the directory of one that follows another run records where it starts, which is not in this configuration
-            mistakes += _errors(check_run_directory, config)
+            mistakes += _errors(_check_directory, point)
         for mistake in mistakes:
             reasons.setdefault(mistake, []).append(point.directory)
     if reasons:
@@ -85,6 +88,13 @@ def _memory_error(config: Config, cluster: Cluster) -> str | None:
     except UserError as error:
         return str(error)
     return None
+
+
+def _check_directory(point: Point) -> None:
+    """Raise UserError if the point may not resume what is in its directory, where a machine chose the precision."""
+    saved = read_yaml(RunDirectory(Path(point.directory)).config).get("precision")
+    chosen = saved.get("name") if isinstance(saved, dict) else None
+    check_run_directory(compose_anywhere(point.checkable(), point.config_dir, str(chosen or "bf16")))
 
 
 def _errors(check: Callable[..., object], *arguments: object) -> list[str]:

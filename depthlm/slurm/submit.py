@@ -136,9 +136,11 @@ def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -
 
 
 def is_done(point: Point) -> bool:
-    """Return whether a point has its result, from the code of today."""
+    """Return whether a point has its result, from the code of today; the check of its start reports what is damaged."""
     directory = Path(point.directory)
-    return has_result(point, read_run(directory)) and not changed_code(load_config(directory))
+    with suppress(UserError):
+        return has_result(point, read_run(directory)) and not changed_code(load_config(directory))
+    return False
 
 
 def check(points: list[Point], cluster: Cluster, dry_run: bool) -> UserError | None:

@@ -175,6 +175,14 @@ def test_a_run_that_derives_from_one_with_the_usual_name_has_the_name_of_a_direc
     assert from_run("optimizer.lr=3e-3", run=run).output_dir == run.replace("-lr1e-3", "")
 
 
+def test_a_derived_run_that_no_direct_command_composes_is_named_by_its_origin() -> None:
+    save(BASE)
+    # the run has the rate and the length of its own size
+    assert from_run("size=micro").output_dir == f"{BASE}-micro"
+    save("runs/mine", "name=mine", "optimizer.lr=1e-3")
+    assert from_run("optimizer.lr=3e-3", run="runs/mine").output_dir == "runs/mine-lr3e-3"
+
+
 def test_a_run_that_derives_from_a_named_one_does_not_have_its_name() -> None:
     save("runs/mine", "name=mine")
     same, other, named = (

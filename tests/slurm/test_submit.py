@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthlm.config import compose
+from depthlm.config import compose, compose_anywhere
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
 from depthlm.slurm.cluster import Cluster, queued_points, record_array, waiting_text
@@ -255,6 +255,16 @@ def test_a_complete_run_counts_unless_the_code_of_its_mechanism_has_changed(
     refusal = r"run: .*another configuration:\n.*code.own_submitted.Mine: .*\n.*Restore the code of these classes"
     with pytest.raises(UserError, match=refusal):
         submit("--dry-run", *overrides)
+
+
+def test_a_run_whose_precision_its_machine_chose_is_continued(
+    small_run: Overrides, tmp_path: Path, submit: Submit
+) -> None:
+    overrides = small_run("precision=auto", "data=stdlib")
+    for precision in ("fp32", "bf16"):
+        config = compose_anywhere(overrides, auto_precision=precision)
+        (write_run(tmp_path / "run", done=0.5, config=asdict(config)) / ".saved").touch()
+        assert submit("--dry-run", *overrides).startswith("1 points to train\n")
 
 
 def test_a_choice_is_submitted_in_the_rounds_that_its_runs_call_for(
