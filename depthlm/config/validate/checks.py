@@ -39,7 +39,7 @@ def check_together(config: Config, given: Set[str]) -> list[str]:
     given: the keys and groups that the overrides set.
     """
     return [
-        *(f"{name}=...: is computed; leave it out" for name in given if name.partition(".")[0] == "code"),
+        *(f"{name}=...: is computed; leave it out" for name in given if name.startswith(("code", "differences"))),
         *check_name(config.name, config.output_dir),
         *check_shape(config),
         *_check_vocabulary(config, given),
