@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -10,12 +11,11 @@ import torch
 
 from depthlm.accounting.memory import MemoryEstimator, UntracedError
 from depthlm.config import Config, compose_anywhere, prepare_command
+from depthlm.config.saved import load_config
 from depthlm.config.validate.checks import check_ranks
 from depthlm.counts import gib_text
 from depthlm.data import check_prepared
 from depthlm.errors import UserError
-from depthlm.files import read_yaml
-from depthlm.run_directory import RunDirectory
 from depthlm.runs.directory import check_run_directory
 from depthlm.slurm.cluster import Cluster
 from depthlm.sweeps import Point
@@ -92,9 +92,11 @@ def _memory_error(config: Config, cluster: Cluster) -> str | None:
 
 def _check_directory(point: Point) -> None:
     """Raise UserError if the point may not resume what is in its directory, where a machine chose the precision."""
-    saved = read_yaml(RunDirectory(Path(point.directory)).config).get("precision")
-    chosen = saved.get("name") if isinstance(saved, dict) else None
-    check_run_directory(compose_anywhere(point.checkable(), point.config_dir, str(chosen or "bf16")))
+    precision = "bf16"
+    # without a run, or with one that is damaged, the check says so
+    with suppress(UserError):
+        precision = load_config(Path(point.directory)).precision.name
+    check_run_directory(compose_anywhere(point.checkable(), point.config_dir, precision))
 
 
 def _errors(check: Callable[..., object], *arguments: object) -> list[str]:
