@@ -58,7 +58,7 @@ def derived_name(origin: str, saved: Config, config: Config) -> str:
     before, after = saved.differences, config.differences
     own = {
         # what has its default again
-        **{name: value_text(asdict(config), name) for name in before.keys() - after.keys()},
+        **{name: named_value(asdict(config), name) for name in before.keys() - after.keys()},
         **{name: text for name, (text, base) in after.items() if before.get(name) != [text, base]},
     }
     leading = {"model.name": config.model.name, "size.name": config.size.name, "seed": f"seed{config.seed}"}
@@ -113,7 +113,7 @@ def named_settings(overrides: Sequence[str]) -> dict[str, str]:
     }
 
 
-def value_text(values: Mapping[str, Any], name: str, given: str = "") -> str:
+def named_value(values: Mapping[str, Any], name: str, given: str = "") -> str:
     """Return the value of a key or group as a name has it.
 
     values: those of a configuration. given: the value of a group without a name, or of a key with values inside.

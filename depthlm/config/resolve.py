@@ -23,9 +23,9 @@ from depthlm.config.names import (
     is_key,
     mechanism_name,
     named_settings,
+    named_value,
     normal_value,
     run_name,
-    value_text,
 )
 from depthlm.config.saved import code_digests, compare
 from depthlm.config.schema import Config, run_steps
@@ -82,7 +82,7 @@ def find_differences(config: Config, overrides: Sequence[str], config_dir: str |
     given, values = named_settings(overrides), asdict(config)
     given = {name: normal_value(name, text) for name, text in given.items()}
     # an option may have the name of another one inside
-    found = {name: [value_text(values, name, text) if is_key(name) else text, ""] for name, text in given.items()}
+    found = {name: [named_value(values, name, text) if is_key(name) else text, ""] for name, text in given.items()}
     # the budget has replaced the length of a point
     found |= {name: [given[name], ""] for name, (text, _) in found.items() if text == "null"}
     with hydra_at_conf(), suppress(*COMPOSING):
@@ -119,8 +119,8 @@ def derive_differences(config: Config, saved: Config, overrides: Sequence[str]) 
     }
     old, new, found = asdict(saved), asdict(config), {}
     for name in {**known, **given}:
-        before = known[name][1] if name in known else value_text(old, name)
-        text = value_text(new, name, normal_value(name, given[name]) if name in given else known[name][0])
+        before = known[name][1] if name in known else named_value(old, name)
+        text = named_value(new, name, normal_value(name, given[name]) if name in given else known[name][0])
         if text != before and not _is_replaced(name, text):
             found[name] = [text, before]
     return found

@@ -40,7 +40,7 @@ def check_start(points: Iterable[Point], cluster: Cluster) -> None:
     reasons: dict[str, list[str]] = {}
     memory_checked: dict[str, str | None] = {}
     for point in points:
-        config = compose_anywhere(point.checkable(), point.config_dir)
+        config = compose_anywhere(point.checkable(), point.config_dir, _chosen_precision(point))
         ranks = cluster.ranks()
         mistakes = [f"{mistake}; {RANKS_SET_BY}" for mistake in check_ranks(config, ranks.world_size)]
         if not mistakes:
@@ -52,7 +52,7 @@ def check_start(points: Iterable[Point], cluster: Cluster) -> None:
         mistakes += _errors(check_prepared, config.data, partial(prepare_command, config))
         if not point.follows:
             # the directory of one that follows another run records where it starts, which is not in this configuration
-            mistakes += _errors(_check_directory, point)
+            mistakes += _errors(check_run_directory, config)
         for mistake in mistakes:
             reasons.setdefault(mistake, []).append(point.directory)
     if reasons:
@@ -90,13 +90,11 @@ def _memory_error(config: Config, cluster: Cluster) -> str | None:
     return None
 
 
-def _check_directory(point: Point) -> None:
-    """Raise UserError if the point may not resume what is in its directory, where a machine chose the precision."""
-    precision = "bf16"
-    # without a run, or with one that is damaged, the check says so
+def _chosen_precision(point: Point) -> str:
+    """Return what precision=auto is: that of the run in the point's directory, or bf16 without a valid run."""
     with suppress(UserError):
-        precision = load_config(Path(point.directory)).precision.name
-    check_run_directory(compose_anywhere(point.checkable(), point.config_dir, precision))
+        return load_config(Path(point.directory)).precision.name
+    return "bf16"
 
 
 def _errors(check: Callable[..., object], *arguments: object) -> list[str]:
