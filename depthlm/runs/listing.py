@@ -5,9 +5,10 @@ A filter is a word, a pattern, or a comparison such as `model=mhc`, `optimizer.l
 
 import math
 import operator
+import os
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch, fnmatchcase
 from pathlib import Path
@@ -118,8 +119,13 @@ def list_runs(root: Path, filters: Sequence[str] = (), sort: str = "") -> list[R
 
 def run_folders(root: Path) -> list[Path]:
     """Return the folders below `root` with a config.yaml, in order; symbolic links to folders are not followed."""
-    configs = root.rglob(RunDirectory(root).config.name)
-    return sorted({file.parent for file in configs if not _is_ignored(file.relative_to(root).parts)})
+    config, runs = RunDirectory(root).config.name, []
+    # unlike rglob, it skips folders that a training process removes meanwhile
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in NO_RUNS and not name.startswith(REMOVING)]
+        if config in files:
+            runs.append(Path(folder))
+    return sorted(runs)
 
 
 def read_filters(filters: Sequence[str]) -> tuple[list[Comparison], list[str]]:
@@ -197,10 +203,6 @@ def value_text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value).replace(", ", ",") if isinstance(value, list) else str(value)
-
-
-def _is_ignored(parts: Collection[str]) -> bool:
-    return not NO_RUNS.isdisjoint(parts) or any(part.startswith(REMOVING) for part in parts)
 
 
 def _matches(run: RunListing, root: Path, text: str) -> bool:

@@ -47,10 +47,11 @@ def plan_removal(root: Path, runs: Sequence[RunListing], only_checkpoints: bool)
             continue
         kept = _why_kept(root, run, path, [] if only_checkpoints else every)
         planned.append(Removal(path, folder, run.state, size_on_disk(path), kept))
-    for path in sorted(root.rglob(f"{REMOVING}*")):
+    # unlike rglob, it skips folders that a training process removes meanwhile
+    leftovers = [Path(folder) for folder, _, _ in os.walk(root) if re.fullmatch(LEFTOVER_NAME, Path(folder).name)]
+    for path in sorted(leftovers):
         # what is inside another folder is removed, and counted, with that one
-        inside = any(path.is_relative_to(other.path) for other in planned if other.kept is None)
-        if re.fullmatch(LEFTOVER_NAME, path.name) and path.is_dir() and not path.is_symlink() and not inside:
+        if not any(path.is_relative_to(other.path) for other in planned if other.kept is None):
             planned.append(Removal(path, path.parent, LEFTOVER, size_on_disk(path)))
     return planned
 

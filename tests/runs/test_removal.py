@@ -4,6 +4,7 @@ import fcntl
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,24 @@ def test_the_matching_runs_are_removed_and_the_others_are_not(root: Path) -> Non
     assert [remove(plan) for plan in planned] == [None, None]
     assert [run.directory for run in list_runs(root)] == ["outputs/default/base", "outputs/sweep/new"]
     assert sorted(path.name for path in (root / "sweep").iterdir()) == ["new"]
+
+
+def test_runs_are_found_while_a_checkpoint_is_renamed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = root / "default/base/checkpoints/.saving-step-00000020/deepspeed"
+    staging.mkdir(parents=True)
+    scandir = os.scandir
+
+    def rename_and_scan(path: Any = ".") -> Any:
+        if path in (staging, str(staging)) and staging.exists():
+            staging.parent.rename(staging.parent.with_name("step-00000020"))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", rename_and_scan)
+    runs = list_runs(root)
+    assert len(runs) == 4
+    assert not staging.exists()
+    staging.mkdir(parents=True)
+    assert len(plan_removal(root, runs, only_checkpoints=False)) == 4
 
 
 def test_results_are_kept_where_only_checkpoints_are_removed(root: Path) -> None:
