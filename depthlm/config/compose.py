@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,15 +14,25 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.errors import ConfigError
-from depthlm.config.from_run import check_origin, directory_of, keeps_mechanism, own_overrides, raw_from_run, run_of
+from depthlm.config.from_run import (
+    check_origin,
+    direct_overrides,
+    directory_of,
+    keeps_mechanism,
+    own_overrides,
+    raw_from_run,
+    replace_settings,
+    run_of,
+)
 from depthlm.config.hydra_context import Files, compose_raw, hydra_at_conf, ignored_files, keep_text, state_of_files
 from depthlm.config.keys import check_fields, replaced
-from depthlm.config.names import by_name
-from depthlm.config.resolve import resolve, resolve_saved
-from depthlm.config.saved import load_config
+from depthlm.config.names import by_name, named_settings
+from depthlm.config.resolve import COMPOSING, resolve, resolve_saved
+from depthlm.config.saved import compare, load_config
 from depthlm.config.schema import Config
 from depthlm.config.validate.checks import check_machine, check_starts, check_together
 from depthlm.config.validate.explain import explain_overrides, is_odd
+from depthlm.errors import UserError
 from depthlm.locations import CONF
 from depthlm.machine import environment
 
@@ -139,15 +149,33 @@ def _resolved(
     if saved is None:
         config = resolve(config, given, own_texts, config_dir)
     else:
-        config = resolve_saved(config, saved, given, own_texts, config_dir)
+        config = resolve_saved(config, given, own_texts, config_dir)
     if config.precision.name == "auto":
         config = replaced(config, {"precision.name": fast_precision(config)})
     if run is not None and saved is not None:
-        directory = directory_of(run, saved, config, own_texts)
+        direct = _direct_differences(saved, config, own_texts, config_dir)
+        differences = {**saved.differences, **named_settings(own_texts)} if direct is None else direct
+        config = replace(config, differences=differences)
+        directory = directory_of(run, saved, config, own_texts, direct is not None)
         # a run that derives from a named one has a name of its own
         keeps_name = directory == str(run) or config.name != saved.name
         config = replace(config, output_dir=directory, name=config.name if keeps_name else None)
     return _Resolved(config, given, starts)
+
+
+def _direct_differences(
+    saved: Config, config: Config, overrides: Sequence[str], config_dir: str | Path | None
+) -> dict[str, str] | None:
+    """Return the differences of the command without `run=` that composes a derived configuration; None without one."""
+    if not compare(asdict(saved), asdict(config)):
+        return saved.differences
+    texts = replace_settings(direct_overrides(saved), overrides)
+    with suppress(UserError, *COMPOSING):
+        composed, _ = _composed(texts, config_dir)
+        direct = _resolved(composed, texts, None, lambda _: config.precision.name, config_dir).config
+        if not compare(asdict(config), asdict(direct)):
+            return direct.differences
+    return None
 
 
 def _fast_precision(config: Config) -> str:

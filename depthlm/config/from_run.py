@@ -1,6 +1,6 @@
 """`run=<directory> [overrides]`: the configuration of an existing run, with overrides on top."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from depthlm.config.errors import ConfigError, nearest
-from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf
-from depthlm.config.keys import keys, on_resume
-from depthlm.config.names import by_name, derived_name, run_name
-from depthlm.config.resolve import LENGTHS
+from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf, mechanism_option, value_text
+from depthlm.config.keys import keys, on_resume, value_at
+from depthlm.config.names import by_name, derived_name, is_key, run_name
+from depthlm.config.resolve import ALTERNATIVES, LENGTHS
 from depthlm.config.saved import as_text, check_reach, check_trusted, compare, load_config, targets
 from depthlm.config.schema import Config
 from depthlm.config.validate.explain import OPEN, explain_overrides, not_an_override, one_line
@@ -26,6 +26,7 @@ RUN, TRUST = "run=", "trust="
 # groups that determine the whole configuration, so they cannot be changed in a complete one
 PROTOCOL = ("experiment", "budget")
 # keys of a single invocation of the command, reset to these defaults
+BATCH = ("training.batch_size", "training.batch_tokens")
 MOMENTARY = {"resume": "auto", "dry_run": False, "training.stop_after": None, "training.profile": False}
 
 
@@ -102,8 +103,45 @@ def changes(run: Path, config: Config) -> dict[str, str]:
     return _changes(load_config(run), config)
 
 
-def directory_of(run: Path, saved: Config, config: Config, overrides: Sequence[str]) -> str:
-    """Return the run directory of a derived configuration: that of the original run, unless the result would differ."""
+def direct_overrides(config: Config) -> dict[str, Any]:
+    """Return the keys and groups, with their values, by which a direct command may compose a resolved configuration.
+
+    They choose mechanism, size and seed, and make the differences of which the run's name is made.
+    """
+    values, model = asdict(config), config.model
+    chosen: dict[str, Any] = {"experiment": config.experiment.name} if config.experiment.name else {}
+    if model.name in available_groups(None)["model"]:
+        chosen["model"] = model.name
+    else:
+        for part in ("connection", "attention"):
+            settings = getattr(model, part)
+            option = mechanism_option(part, settings)
+            own = {f"model.{part}.{key}": value for key, value in settings.items()}
+            chosen |= own if option is None else {f"model/{part}": option}
+    chosen |= {"size": config.size.name, "seed": config.seed}
+    for name, text in config.differences.items():
+        value = value_at(values, name) if is_key(name) else None
+        # what has values of its own, such as a size, is given by its name
+        chosen[name] = text if value is None or isinstance(value, dict) else value
+    return chosen
+
+
+def replace_settings(chosen: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Return settings as overrides, with others in the place of the settings that they replace."""
+    given = [name.lstrip("~") for name in by_name(overrides) if on_resume(name.lstrip("~")) != "free"]
+    replaced = {*given, *(other for names in (*ALTERNATIVES, BATCH) if {*names} & {*given} for other in names)}
+    # an option determines the other keys of its group
+    groups = tuple(f"{name.replace('/', '.')}." for name in given if not is_key(name))
+    kept = [name for name in chosen if name not in replaced and not name.replace("/", ".").startswith(groups)]
+    texts = [text for text in overrides if next(iter(by_name([text]))).lstrip("~") in given]
+    return [*(f"{name}={value_text(name, chosen[name])}" for name in kept), *texts]
+
+
+def directory_of(run: Path, saved: Config, config: Config, overrides: Sequence[str], is_direct: bool) -> str:
+    """Return the run directory of a derived configuration: that of the original run, unless the result would differ.
+
+    is_direct: whether a command without `run=` composes it.
+    """
     if by_name(overrides).get("output_dir", "null") != "null":
         return str(config.output_dir)
     if not _changes(saved, config):
@@ -112,12 +150,9 @@ def directory_of(run: Path, saved: Config, config: Config, overrides: Sequence[s
     origin = run if run.name.strip(".") else run.resolve()
     if config.name is not None and config.name != saved.name:
         return str(origin.parent / config.name)
-    # it imports this module
-    from depthlm.config.reproduce import train_overrides
-
-    # options do not replace all that they set from scratch; then the name of a direct command is that of another run
-    is_direct = origin.name == run_name(saved) and train_overrides(config) is not None
-    return str(origin.parent / (run_name(config) if is_direct else derived_name(origin.name, saved, config)))
+    has_usual_name = is_direct and origin.name == run_name(saved)
+    name = run_name(config) if has_usual_name else derived_name(origin.name, saved, config, overrides)
+    return str(origin.parent / name)
 
 
 def _changes(saved: Config, config: Config) -> dict[str, str]:

@@ -59,17 +59,6 @@ def compose_raw(overrides: Sequence[str], config_dir: str | Path | None) -> Dict
     return raw
 
 
-def compose_options(options: Sequence[str], config_dir: str | Path | None) -> DictConfig:
-    """Return what options compose to, as `compose_raw` does. It is shared between callers, which do not change it."""
-    folder = None if config_dir is None else Path(config_dir).resolve()
-    return _composed_options(tuple(options), folder, state_of_files(folder))
-
-
-@functools.lru_cache(maxsize=64)
-def _composed_options(options: tuple[str, ...], folder: Path | None, files: "Files") -> DictConfig:
-    return compose_raw(options, folder)
-
-
 def config_dir_of(hydra_settings: Any) -> str | None:
     """Return the folder of `--config-dir`. hydra_settings: Hydra's own configuration, inside its main function."""
     sources = hydra_settings.runtime.config_sources

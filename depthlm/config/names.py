@@ -11,7 +11,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from depthlm.config.keys import keys, on_resume, override_text, value_at, value_of
+from depthlm.config.keys import keys, on_resume, override_text, value_at
 from depthlm.config.schema import Config
 from depthlm.counts import SCALES, parse_count
 from depthlm.run_directory import NO_RUNS, REMOVING
@@ -50,20 +50,19 @@ def run_name(config: Config) -> str:
 
     A hash ends it where the differences are too long, or where others would give the same text.
     """
-    return _name(_leading(config), {name: config.differences[name][0] for name in by_importance(config.differences)})
+    return _name(_leading(config), {name: config.differences[name] for name in by_importance(config.differences)})
 
 
-def derived_name(origin: str, saved: Config, config: Config) -> str:
-    """Return the name of a run that derives from a saved one: the folder of that one, and what differs."""
-    before, after = saved.differences, config.differences
-    own = {
-        # what has its default again
-        **{name: named_value(asdict(config), name) for name in before.keys() - after.keys()},
-        **{name: text for name, (text, base) in after.items() if before.get(name) != [text, base]},
+def derived_name(origin: str, saved: Config, config: Config, overrides: Sequence[str]) -> str:
+    """Return the name of a run that derives from a saved one: the folder of that one, and what the overrides change."""
+    before, after = asdict(saved), asdict(config)
+    given = {name.lstrip("~"): text for name, text in by_name(overrides).items() if on_resume(name) != "free"}
+    changed = {
+        name: named_value(after, name, text)
+        for name, text in given.items()
+        if value_at(before, name.replace("/", ".")) != value_at(after, name.replace("/", "."))
     }
-    leading = {"model.name": config.model.name, "size.name": config.size.name, "seed": f"seed{config.seed}"}
-    changed = [_plain(text) for name, text in leading.items() if value_of(saved, name) != value_of(config, name)]
-    return _name("-".join([origin, *changed]), {name: own[name] for name in by_importance(own)})
+    return _name(origin, {name: changed[name] for name in by_importance(changed)})
 
 
 def _leading(config: Config) -> str:
@@ -107,7 +106,7 @@ def named_settings(overrides: Sequence[str]) -> dict[str, str]:
     """Return the overrides that a run is named by, apart from mechanism, size and seed."""
     given = {name.lstrip("~"): text for name, text in by_name(overrides).items()}
     return {
-        name: text
+        name: normal_value(name, text)
         for name, text in given.items()
         if on_resume(name) != "free" and name not in LEADING and not name.startswith("model/")
     }
@@ -116,10 +115,11 @@ def named_settings(overrides: Sequence[str]) -> dict[str, str]:
 def named_value(values: Mapping[str, Any], name: str, given: str = "") -> str:
     """Return the value of a key or group as a name has it.
 
-    values: those of a configuration. given: the value of a group without a name, or of a key with values inside.
+    values: those of a configuration. given: the value of a group without a name, of a key with values inside, and of a
+    length that the budget has replaced.
     """
     value = value_at(values, name if is_key(name) else f"{name}.name")
-    return normal_value(name, given if isinstance(value, dict) or not (is_key(name) or value) else override_text(value))
+    return normal_value(name, given if value is None or isinstance(value, dict) else override_text(value))
 
 
 def by_importance(names: Iterable[str]) -> list[str]:

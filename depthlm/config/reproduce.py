@@ -13,9 +13,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.compose import compose_anywhere
-from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf, mechanism_option, value_text
-from depthlm.config.keys import value_at
-from depthlm.config.names import by_importance, is_key
+from depthlm.config.from_run import direct_overrides
+from depthlm.config.hydra_context import compose_raw, hydra_at_conf, value_text
 from depthlm.config.saved import compare
 from depthlm.config.schema import Config, run_steps
 from depthlm.counts import count_text, parse_count
@@ -84,29 +83,14 @@ def _of_groups(optimizer: Optimizer, name: str, default: float | None) -> str:
 def train_overrides(config: Config) -> list[str] | None:
     """Return the overrides that compose a resolved configuration, as words for a shell; None if they do not.
 
-    They choose mechanism, size, seed and precision, and make the differences of which the run's name is made. Of an
-    absolute path only the last name is given, since it may be private: /home/me/text becomes /path/to/text.
+    Of an absolute path only the last name is given, since it may be private: /home/me/text becomes /path/to/text.
     """
-    values, model = asdict(config), config.model
-    chosen: dict[str, Any] = {"experiment": config.experiment.name} if config.experiment.name else {}
-    if model.name in available_groups(None)["model"]:
-        chosen["model"] = model.name
-    else:
-        for part in ("connection", "attention"):
-            settings = getattr(model, part)
-            option = mechanism_option(part, settings)
-            own = {f"model.{part}.{key}": value for key, value in settings.items()}
-            chosen |= own if option is None else {f"model/{part}": option}
-    chosen |= {"size": config.size.name, "precision": config.precision.name, "seed": config.seed}
-    for name in by_importance(config.differences):
-        value, text = value_at(values, name), config.differences[name][0]
-        # an option, or what has values of its own, such as a size, is given by its name
-        chosen[name] = value if is_key(name) and not isinstance(value, dict) else text
+    chosen = direct_overrides(config) | {"precision": config.precision.name}
     try:
         again = compose_anywhere(_overrides(chosen))
     except (UserError, HydraException, OmegaConfBaseException, ValueError):
         return None
-    if any(name not in IGNORED for name in compare(values, asdict(again))):
+    if any(name not in IGNORED for name in compare(asdict(config), asdict(again))):
         return None
     return [shlex.quote(text) for text in _overrides({name: _public(value) for name, value in chosen.items()})]
 

@@ -1,5 +1,6 @@
 """Derive the values that a configuration leaves open: counts, lengths, precision, vocabulary, run directory."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
@@ -9,22 +10,20 @@ from typing import Any
 
 import yaml
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.errors import ConfigError, listed, nearest
-from depthlm.config.experiment import Budget, Experiment
-from depthlm.config.hydra_context import available_groups, compose_options, compose_raw, hydra_at_conf
-from depthlm.config.keys import check_fields, override_text, replaced, value_of
+from depthlm.config.experiment import Experiment
+from depthlm.config.hydra_context import Files, available_groups, compose_raw, hydra_at_conf, state_of_files
+from depthlm.config.keys import check_fields, replaced, value_at, value_of
 from depthlm.config.names import (
-    LEADING,
+    by_importance,
     by_name,
     experiment_of,
     is_key,
     mechanism_name,
     named_settings,
     named_value,
-    normal_value,
     run_name,
 )
 from depthlm.config.saved import code_digests, compare
@@ -38,6 +37,7 @@ LENGTHS = ("training.max_steps", "training.max_tokens", "training.max_epochs")
 ALTERNATIVES = (LENGTHS, ("schedule.warmup_ratio", "schedule.warmup_steps"))
 # tokens (bytes) of the standard library to use, and batches of the validation set
 OFFLINE_TOKENS, VALIDATION_BATCHES = 2_000_000, 4
+SET_BY_BUDGET = {"precision", "deepspeed"}
 WIDTHS = ("hidden_size", "intermediate_size", "expert_size", "head_size", "latent_size", "shared_key_size")
 # errors of a composition
 COMPOSING = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
@@ -74,93 +74,74 @@ def shrunk(config: Config, given: Set[str], overrides: Sequence[str]) -> Config:
     return with_budget(config, given - keys_of_points(config.experiment, overrides))
 
 
-def find_differences(config: Config, overrides: Sequence[str], config_dir: str | Path | None) -> dict[str, list[str]]:
-    """Return the overrides that a name needs, each with its value and the one without it.
+def find_differences(config: Config, overrides: Sequence[str], config_dir: str | Path | None) -> dict[str, str]:
+    """Return the settings that a name has after the seed: the fewest of the overrides that compose the configuration.
 
-    It needs none of those that set what the configuration has without them.
+    Mechanism, size, seed and experiment are always composed, since a name or its folder has them.
     """
     given, values = named_settings(overrides), asdict(config)
-    given = {name: normal_value(name, text) for name, text in given.items()}
-    # an option may have the name of another one inside
-    found = {name: [named_value(values, name, text) if is_key(name) else text, ""] for name, text in given.items()}
-    # the budget has replaced the length of a point
-    found |= {name: [given[name], ""] for name, (text, _) in found.items() if text == "null"}
+    # an alternative that is given replaces it
+    given = {name: text for name, text in given.items() if text != "null" or not _alternatives(name) & given.keys()}
+    folder = None if config_dir is None else Path(config_dir)
+    # composing options takes long: those of the overrides are composed already, and those of the experiment for others
+    own = tuple(text for text in overrides if "experiment" in _names_of(text))
+    plain = _composed_from(own, folder, state_of_files(folder))
+    options = {name for name in given if not is_key(name)} - (SET_BY_BUDGET if "budget" in given else set())
+    needed = {name for name in options if plain is None or not _is_same(name, plain, values)}
+    while needed != given.keys():
+        rest = [text for text in overrides if all(n in needed or n not in given for n in _names_of(text))]
+        composed = _composed_from(tuple(rest), folder, state_of_files(folder))
+        if composed is not None and not compare(composed, values):
+            break
+        unlike = {name for name in given.keys() - needed if composed is None or not _is_same(name, composed, values)}
+        # a budget may have replaced a length
+        wanted = unlike or given.keys() & {*LENGTHS} - needed or given.keys() - needed
+        # what others follow from comes first
+        first = min(map(_rank, wanted))
+        needed |= {name for name in wanted if _rank(name) == first}
+    return {name: named_value(values, name, given[name]) for name in by_importance(needed)}
+
+
+@functools.lru_cache(maxsize=1024)
+def _composed_from(overrides: tuple[str, ...], config_dir: Path | None, files: Files) -> dict[str, Any] | None:
+    """Return the values that overrides compose, before those that follow from the tokenizer; None for invalid ones."""
     with hydra_at_conf(), suppress(*COMPOSING):
-        options = _select(overrides, lambda name: not is_key(name))
-        # the default of a key is that of the chosen options
-        chosen = compose_options(options, config_dir)
-        usual = compose_options(_select(options, lambda name: name in ("experiment", *LEADING)), config_dir)
-        for name, pair in found.items():
-            same_options = not is_key(name) and OmegaConf.select(chosen, name) == OmegaConf.select(usual, name)
-            pair[1] = pair[0] if same_options else _text_in(chosen if is_key(name) else usual, name)
-        needed = {name for name, (text, before) in found.items() if text != before and not _is_replaced(name, text)}
-        is_changed = replace(config.budget, name="") != Budget() or config.parametrization.base_size is not None
-        if is_changed or not all(_is_literal(chosen, name) for name in found.keys() - needed):
-            # another override, the budget or the base size may give it a value other than the default
-            rest = _select(overrides, lambda name: name in needed or name not in found)
-            composed, _ = check_fields(compose_raw(rest, config_dir))
-            names = by_name(rest).keys()
-            if composed is None:
-                return found
-            composed = with_base_size(shrunk(composed, names, rest), names, config_dir)
-            if compare(asdict(composed), values):
-                return found
-        return {name: pair for name, pair in found.items() if name in needed}
-    return found
+        config, _ = check_fields(compose_raw(overrides, config_dir))
+        if config is not None:
+            names = {name for text in overrides for name in _names_of(text)}
+            return asdict(with_base_size(shrunk(config, names, overrides), names, config_dir))
+    return None
 
 
-def derive_differences(config: Config, saved: Config, overrides: Sequence[str]) -> dict[str, list[str]]:
-    """Return the differences of a run that derives from a saved one."""
-    given = named_settings(overrides)
-    replaced_groups = tuple(f"{name.replace('/', '.')}." for name in by_name(overrides) if not is_key(name))
-    # the chosen option determines the other keys of its group
-    known = {
-        name: pair for name, pair in saved.differences.items() if name in given or not name.startswith(replaced_groups)
-    }
-    old, new, found = asdict(saved), asdict(config), {}
-    for name in {**known, **given}:
-        before = known[name][1] if name in known else named_value(old, name)
-        text = named_value(new, name, normal_value(name, given[name]) if name in given else known[name][0])
-        if text != before and not _is_replaced(name, text):
-            found[name] = [text, before]
-    return found
+def _names_of(override: str) -> list[str]:
+    return [name.lstrip("~") for name in by_name([override])]
 
 
-def _is_literal(raw: DictConfig, name: str) -> bool:
-    """Return whether only an override of a key or group itself changes its value in a composed configuration."""
-    section, _, key = name.rpartition(".")
-    owner = OmegaConf.select(raw, section) if section else raw
-    related = any(name in names for names in ALTERNATIVES) or name in ("training.batch_size", "size.vocab_size")
-    return not related and not (is_key(name) and OmegaConf.is_config(owner) and OmegaConf.is_interpolation(owner, key))
+def _alternatives(name: str) -> set[str]:
+    return {other for names in ALTERNATIVES if name in names for other in names} - {name}
 
 
-def _is_replaced(name: str, text: str) -> bool:
-    """Return whether an alternative of a key is given in its place."""
-    return text == "null" and any(name in names for names in ALTERNATIVES)
+def _is_same(name: str, values: dict[str, Any], others: dict[str, Any]) -> bool:
+    """Return whether two configurations have the same value of a key, or the same option of a group."""
+    if is_key(name):
+        return bool(value_at(values, name) == value_at(others, name))
+    names = [value_at(v, f"{name}.name") for v in (values, others)]
+    return names[0] == names[1] and (names[0] is not None or value_at(values, name) == value_at(others, name))
 
 
-def _select(overrides: Sequence[str], is_wanted: Callable[[str], bool]) -> list[str]:
-    return [text for text in overrides if all(is_wanted(name.lstrip("~")) for name in by_name([text]))]
+def _rank(name: str) -> int:
+    """Return the place of a setting among those that others may follow from: a budget, other options, the size."""
+    return 0 if name == "budget" else 1 if not is_key(name) else 2 if name.startswith("size.") else 3
 
 
-def _text_in(raw: DictConfig, name: str) -> str:
-    value = OmegaConf.select(raw, name if is_key(name) else f"{name}.name")
-    return normal_value(name, override_text(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value))
-
-
-def resolve_saved(
-    config: Config, saved: Config, given: Set[str], overrides: Sequence[str], config_dir: str | Path | None
-) -> Config:
+def resolve_saved(config: Config, given: Set[str], overrides: Sequence[str], config_dir: str | Path | None) -> Config:
     """Return the configuration of an existing run, which was resolved before, with the values of other overrides."""
     config = with_one_alternative(config, given)
     if "training.batch_size" in given and "training.batch_tokens" not in given:
         config = replaced(config, {"training.batch_tokens": None})
     config = with_base_size(with_batch_size(config), given, config_dir)
-    values = {
-        "experiment": recorded(config.experiment, config.experiment.name),
-        "differences": derive_differences(config, saved, overrides),
-    }
-    return with_derived(replaced(config, values), given, overrides)
+    config = replace(config, experiment=recorded(config.experiment, config.experiment.name))
+    return with_derived(config, given, overrides)
 
 
 def with_one_alternative(config: Config, given: Set[str]) -> Config:

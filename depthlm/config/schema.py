@@ -350,10 +350,8 @@ class Config:
         "always computed",
         protocol=False,
     )
-    differences: dict[str, Annotated[list[str], Field(min_length=2, max_length=2)]] = key(
-        {},
-        "the settings that the name has after the seed, each with its value and the one without it; always computed",
-        on_resume="free",
+    differences: dict[str, str] = key(
+        {}, "the settings that the name has after the seed, with their values; always computed", on_resume="free"
     )
     experiment: Experiment = section(Experiment, on_resume="free")
 
@@ -361,14 +359,16 @@ class Config:
 def run_steps(config: Config, windows: int | None = None) -> int | None:
     """Return the steps of the whole run. `max_tokens` is rounded up to whole steps, `max_epochs` down to whole batches.
 
-    windows: number of sequences in the training tokens; None if unknown, in which case `max_epochs` gives None.
+    windows: number of sequences in the training tokens; None if unknown, in which case `max_epochs` gives None, as no
+    length does.
     """
     training = config.training
     if training.max_steps is not None:
         return training.max_steps
     if training.max_epochs is not None:
         return None if windows is None else max(1, training.max_epochs * windows // training.batch_size)
-    assert training.max_tokens is not None
+    if training.max_tokens is None:
+        return None
     return math.ceil(training.max_tokens / (training.batch_size * training.sequence_length))
 
 

@@ -173,6 +173,19 @@ def test_a_run_that_derives_from_one_with_the_usual_name_has_the_name_of_a_direc
     ):
         assert from_run(*overrides, run=run) == compose_anywhere(["size=micro", *direct])
     assert from_run("optimizer.lr=3e-3", run=run).output_dir == run.replace("-lr1e-3", "")
+    # keys of the option that another one replaces, and parts that another machine or a budget chooses
+    for own, overrides, name in (
+        (("optimizer=muon", "optimizer.lr=0.5", "schedule=wsd"), ("optimizer=adamw",), "vanilla-micro-seed1-wsd"),
+        (
+            ("optimizer=muon", "schedule=wsd", "schedule.decay_ratio=0.3"),
+            ("schedule=wsd",),
+            "vanilla-micro-seed1-muon-wsd",
+        ),
+        (("budget=smoke",), ("optimizer.lr=0.5", "deepspeed=zero0"), "vanilla-micro-seed1-lr0.5-smoke"),
+    ):
+        origin = str(compose_anywhere(["size=micro", *own]).output_dir)
+        save(origin, "size=micro", *own)
+        assert from_run(*overrides, run=origin).output_dir == f"outputs/default/{name}"
 
 
 def test_a_derived_run_that_no_direct_command_composes_is_named_by_its_origin() -> None:

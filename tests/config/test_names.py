@@ -53,6 +53,10 @@ def named(*overrides: str) -> str:
         # the default only where another override is, or without a budget
         (["size.lr=1e-3", "optimizer.lr=3e-3"], "vanilla-tiny-seed1-lr3e-3-size.lr1e-3"),
         (["budget=smoke", "training.max_steps=600"], "vanilla-tiny-seed1-max_steps600-smoke"),
+        # what follows from another override, or from the budget
+        (["size.lr=1e-2", "optimizer.lr=1e-2"], "vanilla-tiny-seed1-size.lr0.01"),
+        (["budget=smoke", "precision=fp32", "deepspeed=zero0"], "vanilla-tiny-seed1-smoke"),
+        (["precision=auto"], "vanilla-tiny-seed1"),
         # one length replaces the other
         (["training.max_steps=null", "training.max_tokens=1M"], "vanilla-tiny-seed1-max_tokens1M"),
     ],
@@ -67,7 +71,7 @@ CHOICES = {
     "size": ["micro", "tiny"], "optimizer": ["adamw", "muon"], "optimizer.lr": ["3e-3", "0.003", "1e-3"],
     "size.lr": ["3e-3", "1e-3"], "budget": ["paper", "smoke"], "training.max_steps": ["600", "40"],
     "training.batch_size": ["8", "4"], "size.hidden_size": ["64", "128"], "schedule": ["cosine", "wsd"],
-    "schedule.decay_ratio": ["0.2", "0.3"], "seed": ["1", "2"],
+    "schedule.decay_ratio": ["0.2", "0.3"], "seed": ["1", "2"], "precision": ["fp32", "auto"],
 }  # fmt: skip
 
 
@@ -102,10 +106,7 @@ def test_names_that_are_too_long_or_ambiguous_end_in_a_hash() -> None:
 @given(st.lists(st.tuples(st.sampled_from(["0.1", "0.2"]), st.text(max_size=80)), min_size=2, max_size=2, unique=True))
 def test_different_settings_have_different_names(pairs: list[tuple[str, str]]) -> None:
     config = compose_anywhere()
-    names = {
-        run_name(replace(config, differences={"optimizer.lr": [lr, ""], "data.source": [source, ""]}))
-        for lr, source in pairs
-    }
+    names = {run_name(replace(config, differences={"optimizer.lr": lr, "data.source": source})) for lr, source in pairs}
     assert len(names) == 2
     assert all(len(name) <= LONGEST and "/" not in name and name.isprintable() for name in names)
 
