@@ -15,7 +15,6 @@ from benchmarks.study.differences import (
 )
 from depthlm.accounting.cost import count_parameters
 from depthlm.build import build_model
-from depthlm.config import compose_anywhere
 from depthlm.config.experiment import Column
 from depthlm.config.schema import run_steps
 from depthlm.report.rows import Row, by_seed, measured
@@ -72,7 +71,7 @@ def shapes(sweep: Sweep, label: str = "size") -> Table:
     for row in sweep.rows:
         if row.settings["model"] != "vanilla":
             continue
-        config = compose_anywhere(row.points[0].overrides)
+        config = row.points[0].config_elsewhere()
         size = config.size
         counts = count_parameters(build_model(config, "meta"))
         outside = counts["total"] - counts["embedding"]
@@ -151,7 +150,7 @@ def changes(first: Sweep, own: Sweep) -> Table:
         then, now = (gaps_to_vanilla(sweep, "size", size) for sweep in (first, own))
         for model in [model for model in now if model in then]:
             rows = [row_of(sweep, model=model, size=size) for sweep in (first, own)]
-            one, new = (f"{compose_anywhere(row.points[0].overrides).optimizer.lr:g}" for row in rows)
+            one, new = (f"{row.points[0].config_elsewhere().optimizer.lr:g}" for row in rows)
             both = [by_seed(row, own.first[1]) for row in rows]
             moved = [abs(change) for change in minus(*both).values()] if one == new else []
             pairs = [None if model == "vanilla" else paired_difference(gaps[model], 0.95) for gaps in (then, now)]

@@ -26,7 +26,7 @@ def print_costs(overrides: Sequence[str], config_dir: str | Path | None, as_json
     Raises ConfigError.
     """
     points = check_points(overrides, config_dir, compose_anywhere)
-    configs = [compose_anywhere(point.checkable(), config_dir) for point in points]
+    configs = [point.config_elsewhere() for point in points]
     known: dict[str, dict[str, Any]] = {}
     costs = []
     for config in configs:

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from depthlm.config.errors import ConfigError
 from depthlm.config.from_run import (
     check_origin,
+    config_file_of,
     direct_overrides,
     directory_of,
     keeps_mechanism,
@@ -28,7 +29,7 @@ from depthlm.config.hydra_context import Files, compose_raw, hydra_at_conf, igno
 from depthlm.config.keys import check_fields, replaced
 from depthlm.config.names import by_name, named_settings
 from depthlm.config.resolve import COMPOSING, resolve, resolve_saved
-from depthlm.config.saved import compare, load_config
+from depthlm.config.saved import code_digests, compare, load_config, read_config
 from depthlm.config.schema import Config
 from depthlm.config.validate.checks import check_machine, check_starts, check_together
 from depthlm.config.validate.explain import explain_overrides, is_odd
@@ -40,7 +41,8 @@ from depthlm.machine import environment
 def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> Config:
     """Return the configuration of `python train.py <overrides>`, resolved and checked for this machine.
 
-    With `run=<directory>`, this is the configuration of that run with the other overrides on top.
+    With `run=<directory>`, this is the configuration of that run with the other overrides on top. With `config=<file>`,
+    it is that of the file, which may name any class, as the files in config_dir may.
 
     config_dir: an additional folder of configuration files, as with `--config-dir`.
 
@@ -66,17 +68,22 @@ def compose_anywhere(
     return _checked(resolved.config, check_together(resolved.config, resolved.given))
 
 
-def run_directory(overrides: Sequence[str], config_dir: str | Path | None = None) -> str:
-    """Return the run directory of overrides whose values are allowed. Raises ConfigError if one is not."""
+def compose_unchecked(overrides: Sequence[str], config_dir: str | Path | None = None) -> Config:
+    """Return the configuration of overrides whose values are allowed, without the checks across fields.
+
+    precision=auto stays auto. Raises ConfigError if a value is not allowed.
+    """
     folder = None if config_dir is None else Path(config_dir)
-    return _run_directory(tuple(overrides), folder, state_of_files(folder))
+    config = _compose_unchecked(tuple(overrides), folder, state_of_files(folder))
+    # the code of a user may change between two calls
+    return replace(config, code=code_digests(config))
 
 
 @functools.lru_cache(maxsize=4096)
-def _run_directory(overrides: tuple[str, ...], config_dir: Path | None, files: Files) -> str:
+def _compose_unchecked(overrides: tuple[str, ...], config_dir: Path | None, files: Files) -> Config:
     # a sweep asks again after each round of its runs
     config, saved = _composed(overrides, config_dir)
-    return str(_resolved(config, overrides, saved, lambda config: "bf16", config_dir).config.output_dir)
+    return _resolved(config, overrides, saved, lambda config: "auto", config_dir).config
 
 
 def resolve_and_check(raw: DictConfig, overrides: Sequence[str], config_dir: str | Path | None = None) -> Config:
@@ -108,7 +115,9 @@ def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> tuple[
         raise ConfigError(
             [f"{file}: depthlm has a file of this name, which Hydra reads instead; rename it" for file in hidden]
         )
-    run = run_of(overrides)
+    file, run = config_file_of(overrides), run_of(overrides)
+    if file is not None:
+        return read_config(file, str(file)), None
     if run is not None:
         saved = load_config(run)
         return _validated(raw_from_run(run, saved, overrides, config_dir), overrides), saved
@@ -143,12 +152,13 @@ def _resolved(
     given = {name.lstrip("~") for name in by_name(own_texts)}
     points = [point for point in config.experiment.points if isinstance(point, dict)]
     starts = {str(name) for point in points for name, value in point.items() if str(value).startswith("@")}
-    if saved is not None and keeps_mechanism(saved, config):
-        # only another mechanism needs a new name
-        given.add("model.name")
-    if saved is None:
+    if config_file_of(overrides) is not None:
+        config = resolve_saved(config, {"model.name"}, [], config_dir)
+    elif saved is None:
         config = resolve(config, given, own_texts, config_dir)
     else:
+        # only another mechanism needs a new name
+        given |= {"model.name"} if keeps_mechanism(saved, config) else set()
         config = resolve_saved(config, given, own_texts, config_dir)
     if config.precision.name == "auto":
         config = replaced(config, {"precision.name": fast_precision(config)})

@@ -1,4 +1,4 @@
-"""`run=<directory> [overrides]`: the configuration of an existing run, with overrides on top."""
+"""Configurations that Hydra does not compose: `run=<directory>` with overrides on top, and `config=<file>` alone."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict
@@ -21,8 +21,10 @@ from depthlm.config.saved import as_text, check_reach, check_trusted, compare, l
 from depthlm.config.schema import Config
 from depthlm.config.validate.explain import OPEN, explain_overrides, not_an_override, one_line
 from depthlm.errors import UserError
+from depthlm.run_directory import RunDirectory
 
-RUN, TRUST = "run=", "trust="
+RUN, FILE, TRUST = "run=", "config=", "trust="
+CONFIG = RunDirectory(Path()).config.name
 # groups that determine the whole configuration, so they cannot be changed in a complete one
 PROTOCOL = ("experiment", "budget")
 # keys of a single invocation of the command, reset to these defaults
@@ -36,6 +38,22 @@ def run_of(overrides: Sequence[str]) -> Path | None:
     if len(directories) > 1 or directories == [""]:
         raise UserError("run=: give one run directory, as in run=outputs/default/vanilla-tiny-seed1")
     return Path(directories[0]) if directories else None
+
+
+def config_file_of(overrides: Sequence[str]) -> Path | None:
+    """Return the file of a resolved configuration given by `config=`, or None.
+
+    Raises ConfigError if it is not given alone; UserError if there is no such file, or if it is that of a run.
+    """
+    files = [text.partition("=")[2] for text in overrides if text.startswith(FILE)]
+    if files and len(overrides) > 1:
+        others = [text for text in overrides if text != f"{FILE}{files[0]}"] or overrides[1:]
+        raise ConfigError([f"{text}: not with config=, which gives the whole configuration" for text in others])
+    if files and not Path(files[0]).is_file():
+        raise UserError(f"{FILE}{files[0]}: no such file")
+    if files and Path(files[0]).name == CONFIG:
+        raise UserError(f"{FILE}{files[0]}: is the configuration of a run; give run={Path(files[0]).parent}")
+    return Path(files[0]) if files else None
 
 
 def own_overrides(overrides: Sequence[str]) -> list[str]:

@@ -74,22 +74,29 @@ def load_config(directory: Path) -> Config:
     Raises UserError if there is none, if it cannot be read, or if it has other keys or values than a `Config` has.
     """
     run = RunDirectory(directory)
-    path = run.config
-    if not path.is_file() and not run.checkpoint_folders():
+    if not run.config.is_file() and not run.checkpoint_folders():
         raise UserError(f"{directory}: no run in it (config.yaml is missing)")
+    return read_config(run.config, f"{directory} holds a run whose config.yaml")
+
+
+def read_config(file: Path, subject: str) -> Config:
+    """Return the resolved configuration in a file; nothing in it is interpolated. subject: of the messages.
+
+    Raises UserError if it cannot be read, or if it has other keys or values than a `Config` has.
+    """
     try:
-        text = read_text(path)
+        text = read_text(file)
         check_yaml(text)
         saved = yaml.load(text, Loader=LOADER)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"{directory} holds a run whose config.yaml cannot be read ({error})") from None
+        raise UserError(f"{subject} cannot be read ({error})") from None
     if not saved or not isinstance(saved, dict):
-        raise UserError(f"{directory} holds a run whose config.yaml cannot be read (it has no keys)")
+        raise UserError(f"{subject} cannot be read (it has no keys)")
     config, errors = validate_values(saved)
     if config is None:
         is_foreign = any("no such key" in error for error in errors)
         what = "not the configuration of a run of this version: " if is_foreign else ""
-        raise UserError(f"{path}: {what}{'; '.join(errors)}")
+        raise UserError(f"{file}: {what}{'; '.join(errors)}")
     return config
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import fmean
 
 import depthlm
-from depthlm.config.compose import compose_anywhere
 from depthlm.config.errors import ConfigError, listed, nearest
 from depthlm.config.experiment import VALIDATION_LOSS, Column, Experiment
 from depthlm.config.keys import on_resume, override_text
@@ -308,7 +307,7 @@ def read_sweep(
     # an extended run may have become as long as another one, and would count as the same row
     are_distinct = len({frozenset(point.settings.items()) for point in real}) == len(points)
     rows = gather(real if are_distinct else points, read)
-    columns, configs = experiment.columns or LOSS, _compose_rows(rows, config_dir)
+    columns, configs = experiment.columns or LOSS, [row.points[0].config for row in rows]
     changed = [] if name is None else _changed(overrides, experiment, rows)
     return with_derived(
         Sweep(
@@ -359,20 +358,6 @@ def with_baseline(sweep: Sweep, baseline: str | None) -> Sweep:
     # a label has commas of its own
     allowed = listed(f"`{label}`" for label in labels)
     raise UserError(f"baseline={baseline}: no such row; allowed: {allowed}{nearest(baseline, labels)}")
-
-
-def _compose_rows(rows: Sequence[Row], config_dir: str | Path | None) -> list[Config]:
-    """Return each row's configuration; rows that differ only in the mechanism share one. Raises ConfigError."""
-    mechanism = ("model", "init_from", "fork_from")
-    composed: dict[Hashable, Config] = {}
-    configs = []
-    for row in rows:
-        protocol = frozenset(item for item in row.settings.items() if not item[0].startswith(mechanism))
-        if protocol not in composed:
-            # the machine of a run chooses its precision
-            composed[protocol] = compose_anywhere(row.points[0].checkable(), config_dir, auto_precision="auto")
-        configs.append(composed[protocol])
-    return configs
 
 
 def _changed(overrides: Sequence[str], experiment: Experiment, rows: Sequence[Row]) -> list[str]:

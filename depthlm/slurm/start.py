@@ -2,16 +2,13 @@
 
 import json
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from depthlm.accounting.memory import MemoryEstimator, UntracedError
-from depthlm.config import Config, compose_anywhere, prepare_command
-from depthlm.config.saved import load_config
+from depthlm.config import Config, prepare_command
 from depthlm.config.validate.checks import check_ranks
 from depthlm.counts import gib_text
 from depthlm.data import check_prepared
@@ -40,7 +37,7 @@ def check_start(points: Iterable[Point], cluster: Cluster) -> None:
     reasons: dict[str, list[str]] = {}
     memory_checked: dict[str, str | None] = {}
     for point in points:
-        config = compose_anywhere(point.checkable(), point.config_dir, _chosen_precision(point))
+        config = point.config_elsewhere()
         ranks = cluster.ranks()
         mistakes = [f"{mistake}; {RANKS_SET_BY}" for mistake in check_ranks(config, ranks.world_size)]
         if not mistakes:
@@ -63,7 +60,7 @@ def check_start(points: Iterable[Point], cluster: Cluster) -> None:
 def memory_note(points: Iterable[Point], cluster: Cluster) -> str:
     """Return what the largest point needs on each GPU, and settings with which it fits in 80 GB if it does not."""
     directory, config = max(
-        ((point.directory, compose_anywhere(point.checkable(), point.config_dir)) for point in points),
+        ((point.directory, point.config_elsewhere()) for point in points),
         key=lambda one: one[1].size.hidden_size * one[1].model.loops * one[1].size.num_layers,
     )
     estimator, ranks = MemoryEstimator(config, "cuda"), cluster.ranks()
@@ -88,13 +85,6 @@ def _memory_error(config: Config, cluster: Cluster) -> str | None:
     except UserError as error:
         return str(error)
     return None
-
-
-def _chosen_precision(point: Point) -> str:
-    """Return what precision=auto is: that of the run in the point's directory, or bf16 without a valid run."""
-    with suppress(UserError):
-        return load_config(Path(point.directory)).precision.name
-    return "bf16"
 
 
 def _errors(check: Callable[..., object], *arguments: object) -> list[str]:

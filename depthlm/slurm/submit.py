@@ -18,12 +18,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO
 
 from depthlm.config.arguments import described
 from depthlm.config.compose import compose_anywhere
-from depthlm.config.saved import changed_code, load_config
+from depthlm.config.saved import compare, config_text, load_config
 from depthlm.errors import UserError
 from depthlm.files import open_appending
 from depthlm.locations import CONF, IS_CHECKOUT, PACKAGE, REPOSITORY
@@ -108,11 +109,11 @@ def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -
     refused = check(list(to_train.values()), cluster, dry_run)
     waves = group_into_waves(to_train)
     snapshot = next_snapshot(folder)
-    lines = [point_command(to_train[directory]) for wave in waves for directory in wave]
+    ordered = [to_train[directory] for wave in waves for directory in wave]
     if dry_run:
-        print("\n".join(f"{number:4}  {text}" for number, text in enumerate(lines)))
+        print("\n".join(f"{number:4}  {point_command(point)}" for number, point in enumerate(ordered)))
     else:
-        take_snapshot(snapshot, lines)
+        take_snapshot(snapshot, ordered)
     previous_jobs: list[str] = []
     offset, size = 0, max_array_size()
     try:
@@ -136,10 +137,15 @@ def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -
 
 
 def is_done(point: Point) -> bool:
-    """Return whether a point has its result, from the code of today; the check of its start reports what is damaged."""
-    directory = Path(point.directory)
+    """Return whether a point has its result, with its settings and the code of today.
+
+    The check of its start reports what is damaged.
+    """
     with suppress(UserError):
-        return has_result(point, read_run(directory)) and not changed_code(load_config(directory))
+        saved = load_config(Path(point.directory))
+        return has_result(point, read_run(point.directory)) and not compare(
+            asdict(saved), asdict(point.config_elsewhere())
+        )
     return False
 
 
@@ -177,10 +183,16 @@ def starting_runs(point: Point) -> list[str]:
 
 
 def point_command(point: Point) -> str:
-    """Return the command of a point as one line, quoted for bash."""
+    """Return the command of a point, quoted for bash."""
     flags = [] if point.config_dir is None else ["--config-dir", str(Path(point.config_dir).resolve())]
-    # shlex writes a line break as it is, within single quotes
-    return shlex.join(["train.py", *flags, *point.overrides]).replace("\n", "'$'\\n''")
+    return shlex.join(["train.py", *flags, *point.overrides])
+
+
+def job_config_text(point: Point) -> str:
+    """Return the resolved configuration of a point as its job reads it: with the points that it starts from."""
+    starts = {name: value for name, value in point.settings.items() if value.startswith("@")}
+    experiment = replace(point.config.experiment, points=[starts] if starts else [])
+    return config_text(replace(point.config, experiment=experiment))
 
 
 def submit_array(cluster: Cluster, snapshot: Path, offset: int, size: int, after: Sequence[str], dry_run: bool) -> str:
@@ -237,8 +249,8 @@ def next_snapshot(folder: Path) -> Path:
     return folder.absolute() / f"{max(numbers, default=0) + 1:04d}"
 
 
-def take_snapshot(snapshot: Path, lines: list[str]) -> None:
-    """Copy the code, and write the file of points beside it.
+def take_snapshot(snapshot: Path, points: Sequence[Point]) -> None:
+    """Copy the code, and write the configuration of each point beside it.
 
     From a git checkout, copy tracked files and new files that git does not ignore; otherwise, copy the installed
     package. Raises UserError if the folder exists or the files cannot be written.
@@ -250,8 +262,9 @@ def take_snapshot(snapshot: Path, lines: list[str]) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, target)
         (snapshot / "code" / "git.json").write_text(json.dumps(git_state()) + "\n")
-        # an argument may contain a path that is not UTF-8
-        (snapshot / "points").write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogateescape")
+        (snapshot / "points").mkdir()
+        for number, point in enumerate(points):
+            (snapshot / f"points/{number}.yaml").write_text(job_config_text(point), "utf-8", "surrogateescape")
     except OSError as error:
         raise UserError(f"{snapshot}: the code cannot be copied there ({error})") from None
 

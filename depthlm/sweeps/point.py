@@ -1,11 +1,16 @@
 """A point of a sweep: one run, and what a comparison needs to know about it."""
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from depthlm.config.compose import run_directory
+from depthlm.config.compose import compose_unchecked
+from depthlm.config.keys import replaced
 from depthlm.config.names import mechanism_name
+from depthlm.config.saved import load_config
+from depthlm.config.schema import Config
+from depthlm.errors import UserError
 
 # overrides that name the run, or folder, that a point starts from
 STARTS = ("init_from=", "fork_from=")
@@ -62,9 +67,23 @@ class Point:
         }
 
     @cached_property
+    def config(self) -> Config:
+        """The configuration, which `check_points` checks. precision=auto stays auto: the run's machine decides."""
+        return compose_unchecked(self.overrides, self.config_dir)
+
+    def config_elsewhere(self) -> Config:
+        """Return the configuration on another machine: precision=auto is that of its run, or bf16 without a run."""
+        if self.config.precision.name != "auto":
+            return self.config
+        precision = "bf16"
+        with suppress(UserError):
+            precision = load_config(Path(self.directory)).precision.name
+        return replaced(self.config, {"precision.name": precision})
+
+    @property
     def directory(self) -> str:
         """The run directory."""
-        return run_directory(self.overrides, self.config_dir)
+        return str(self.config.output_dir)
 
     def checkable(self) -> list[str]:
         """Return the overrides without the run it starts from, which need not exist before the sweep."""

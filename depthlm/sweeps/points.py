@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from depthlm.config.compose import compose
 from depthlm.config.errors import ConfigError, listed, nearest
 from depthlm.config.experiment import Experiment
-from depthlm.config.from_run import run_of
+from depthlm.config.from_run import config_file_of, run_of
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf
 from depthlm.config.keys import check_fields, override_text
 from depthlm.config.names import by_name, experiment_of, importance, setting_texts
@@ -103,8 +103,9 @@ def check_points(
 
     composed: `compose_anywhere` for points that are to run on other machines.
     """
-    if run_of(overrides) is not None:
-        raise ConfigError(["run=: resumes or varies one run; define a sweep by its overrides or by experiment="])
+    for one, source in (("run=: resumes or varies", run_of), ("config=: trains", config_file_of)):
+        if source(overrides) is not None:
+            raise ConfigError([f"{one} one run; define a sweep by its overrides or by experiment="])
     try:
         points = sweep_points(overrides, config_dir)
     except ConfigError as error:

@@ -358,3 +358,19 @@ def test_selecting_the_same_part_does_not_rename_the_mechanism() -> None:
     assert from_run("model/attention=moda").model.name == "mhc+moda"
     assert from_run("model/attention=moda").output_dir == BASE
     assert from_run("model/attention=depth_attention").model.name == "mhc+moda,attention=depth_attention"
+
+
+def test_a_configuration_in_a_file_is_given_alone_and_is_not_that_of_a_run(tmp_path: Path) -> None:
+    config = save(BASE, "model=mhc", "optimizer.lr=0.01")
+    file = tmp_path / "point.yaml"
+    file.write_text(config_text(config))
+    assert compose_anywhere([f"config={file}"]) == config
+    with pytest.raises(ConfigError, match=r"seed=2: not with config=, which gives the whole configuration"):
+        compose_anywhere([f"config={file}", "seed=2"])
+    with pytest.raises(UserError, match=rf"is the configuration of a run; give run={BASE}"):
+        compose_anywhere([f"config={BASE}/config.yaml"])
+    file.write_text("seed: 1\nsize: [")
+    with pytest.raises(UserError, match=r"point.yaml cannot be read"):
+        compose_anywhere([f"config={file}"])
+    with pytest.raises(ConfigError, match="config=: trains one run"):
+        check_points([f"config={file}"])

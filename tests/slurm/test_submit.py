@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from depthlm.config import compose, compose_anywhere
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
 from depthlm.slurm.cluster import Cluster, queued_points, record_array, waiting_text
-from depthlm.slurm.submit import main, next_snapshot, point_command, submit_array, take_snapshot
+from depthlm.slurm.submit import job_config_text, main, next_snapshot, submit_array, take_snapshot
 from depthlm.sweeps import Point, sweep_points
 
 from ..forks import Forks
@@ -126,53 +126,52 @@ experiment:
 
 def test_a_snapshot_copies_the_checkout_and_is_never_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    points = [Point(["model=mhc"]), Point(["model=dca", "seed=2"])]
     for number in (1, 2):
-        take_snapshot(next_snapshot(Path("there")), ["a", "b"])
+        take_snapshot(next_snapshot(Path("there")), points)
         folder = tmp_path / "there" / f"{number:04d}"
-        assert (folder / "points").read_text() == "a\nb\n"
         for name in ("train.py", "conf/config.yaml", "depthlm/config/schema.py", "depthlm/slurm/train.sbatch"):
             assert (folder / "code" / name).read_bytes() == (REPOSITORY / name).read_bytes()
         assert not (folder / "code/.venv").exists()
         assert json.loads((folder / "code/git.json").read_text()).keys() == {"commit", "changed"}
+        for index, point in enumerate(points):
+            assert compose([f"config={folder}/points/{index}.yaml"]) == compose(point.overrides)
     with pytest.raises(UserError, match="0002: the code cannot be copied there"):
-        take_snapshot(folder, ["b"])
+        take_snapshot(folder, points)
 
 
-# a snapshot whose train.sbatch prints its arguments
-PRINTS = """printf '%s\\0' "$@"\n"""
-ARGUMENTS = st.lists(st.text(st.characters(exclude_characters="\0", codec="utf-8")), min_size=1)
+@settings(max_examples=20)
+@given(st.text(st.characters(exclude_characters="\0"), min_size=1))
+def test_a_job_reads_the_configuration_that_was_submitted_whatever_characters_it_has(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    file = tmp_path_factory.mktemp("sweep") / "0.yaml"
+    point = Point(["data=local", "data.tokenizer=bytes"])
+    config = replace(point.config, data=replace(point.config.data, source=text))
+    # the attribute of a property that is cached
+    point.__dict__["config"] = config
+    file.write_text(job_config_text(point), "utf-8", "surrogateescape")
+    assert compose_anywhere([f"config={file}"], auto_precision="auto") == config
 
 
 def run_job(sweep: Path, index: int) -> subprocess.CompletedProcess[bytes]:
     """Run the job of a point, as SLURM would, in a sweep whose code only prints its arguments."""
     script = sweep / "code/depthlm/slurm/train.sbatch"
     script.parent.mkdir(parents=True, exist_ok=True)
-    script.write_text(PRINTS)
-    variables = {"DEPTHLM_SWEEP": str(sweep), "SLURM_ARRAY_TASK_ID": str(index)}
+    script.write_text("""printf '%s\\0' "$@"\n""")
+    variables = {"DEPTHLM_SWEEP": str(sweep), "SLURM_ARRAY_TASK_ID": str(index), "DEPTHLM_OFFSET": "2"}
     command = ["bash", REPOSITORY / "depthlm/slurm/sweep.sbatch"]
     return subprocess.run(command, env={"PATH": os.environ["PATH"], **variables}, capture_output=True)
 
 
-@settings(max_examples=20)
-@given(points=st.lists(ARGUMENTS, min_size=1, max_size=3))
-def test_a_job_gets_the_overrides_that_were_submitted_whatever_characters_they_have(
-    points: list[list[str]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    sweep = tmp_path_factory.mktemp("sweep")
-    lines = [point_command(Point(overrides)) for overrides in points]
-    (sweep / "points").write_text("\n".join(lines) + "\n", newline="")
-    for index, overrides in enumerate(points):
-        printed = run_job(sweep, index).stdout.decode()
-        assert printed == lines[index] + "\n" + "".join(f"{text}\0" for text in overrides)
-
-
-@pytest.mark.parametrize("stored", [None, "", "train.py seed=1\n"])
-def test_a_job_that_does_not_find_its_point_exits_with_2(stored: str | None, tmp_path: Path) -> None:
-    if stored is not None:
-        (tmp_path / "points").write_text(stored)
-    done = run_job(tmp_path, 1)
+def test_a_job_trains_the_configuration_of_its_index_and_exits_with_2_without_one(tmp_path: Path) -> None:
+    sweep = tmp_path / "a sweep's $folder"
+    (sweep / "points").mkdir(parents=True)
+    (sweep / "points/3.yaml").touch()
+    assert run_job(sweep, 1).stdout.decode() == f"{sweep}/points/3.yaml\nconfig={sweep}/points/3.yaml\0"
+    done = run_job(sweep, 2)
     assert (done.returncode, done.stdout) == (2, b"")
-    assert b"no point for index 1" in done.stderr
+    assert b"4.yaml: no point for index 2" in done.stderr
 
 
 def fake(folder: Path, name: str, script: str) -> None:
@@ -242,7 +241,7 @@ def test_what_training_would_refuse_is_not_submitted(four_points: list[str], tmp
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_complete_run_counts_unless_the_code_of_its_mechanism_has_changed(
+def test_a_complete_run_counts_unless_its_settings_or_the_code_of_its_mechanism_have_changed(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submit: Submit
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
@@ -251,6 +250,8 @@ def test_a_complete_run_counts_unless_the_code_of_its_mechanism_has_changed(
     overrides = small_run("model.connection._target_=own_submitted.Mine", "data=stdlib")
     write_run(tmp_path / "run", config=asdict(compose(overrides)), peak_memory_gib=1.0, unigram_entropy=2.0)
     assert submit("--dry-run", *overrides).startswith("0 points to train (1 more are complete")
+    with pytest.raises(UserError, match=r"run: .*another configuration:\n.*optimizer.lr: the run has"):
+        submit("--dry-run", *overrides, "optimizer.lr=0.5")
     own.write_text(own.read_text() + "\n    scale = 2.0\n")
     refusal = r"run: .*another configuration:\n.*code.own_submitted.Mine: .*\n.*Restore the code of these classes"
     with pytest.raises(UserError, match=refusal):
@@ -279,15 +280,17 @@ def test_a_choice_is_submitted_in_the_rounds_that_its_runs_call_for(
         main([*sweep, "slurm.gpus_per_node=0", "--dry-run"], "submit")
         return capsys.readouterr().out
 
-    choosing = [point.directory for point in sweep_points(sweep)]
+    points = sweep_points(sweep)
+    choosing = [point.directory for point in points]
     waiting = "1 group without a chosen value yet: vanilla (0 of 2 runs done); repeat this command when these runs"
     assert waiting in submitted({*choosing})
     monkeypatch.setattr("depthlm.slurm.submit.queued_points", lambda folders: {})
     main([*sweep, "--status"], "submit")
     assert "vanilla (0 of 2 runs done)" in capsys.readouterr().out
     # a run that diverged has decided, and is not submitted again
-    write_run(choosing[0], 3.0)
-    write_run(choosing[1], failure="DivergedError: 11 bad batches in a row")
+    configs = [asdict(point.config_elsewhere()) for point in points]
+    write_run(choosing[0], 3.0, config=configs[0])
+    write_run(choosing[1], config=configs[1], failure="DivergedError: 11 bad batches in a row")
     printed = submitted(set())
     assert "1 points to train (2 more are complete, or have a job)" in printed
     assert "optimizer.lr=0.001 seed=1" in printed
