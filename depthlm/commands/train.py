@@ -4,7 +4,6 @@ Hydra composes the points of a sweep, and depthlm.training trains.
 """
 
 import argparse
-import importlib.util
 import math
 import sys
 import traceback
@@ -28,16 +27,11 @@ from depthlm.config.saved import config_text
 from depthlm.distributed.launchers import is_rank_0, ranks
 from depthlm.errors import UserError
 from depthlm.exits import exit_on_mistake
-from depthlm.locations import CONF, install_command
+from depthlm.locations import CONF
 from depthlm.run_directory import RunDirectory
 from depthlm.streams import continue_without_output, printable
 from depthlm.sweeps.points import check_points, is_axis, sweep_points
 
-# overrides that need an extra: the override, the plugin module and the extra
-PLUGINS = (
-    ("hydra/sweeper=optuna", "hydra_optuna_sweeper", "tune"),
-    ("hydra/sweeper=learning_rate", "hydra_optuna_sweeper", "tune"),
-)
 # settings of Hydra that depthlm decides, and what to use instead
 FIXED = {
     "hydra.run.dir=": "the run directory is output_dir=",
@@ -142,9 +136,6 @@ def check_command_line(line: CommandLine) -> Config | None:
         return compose(line.overrides, line.config_dir)
     if ranks().world_size > 1:
         raise UserError("-m under several ranks would run the whole sweep on each rank; launch one point at a time")
-    for group, plugin, extra in PLUGINS:
-        if group in line.overrides and importlib.util.find_spec(f"hydra_plugins.{plugin}") is None:
-            raise UserError(f"{group}: not installed; {install_command(extra)}")
     # another sweeper chooses its own points, and may write its database to outputs/ before the first run
     other_sweeper = any(text.startswith("hydra/sweeper=") for text in line.overrides)
     checked = [text for text in line.overrides if not text.startswith(tuple(FIXED))]

@@ -33,7 +33,7 @@ EXTRAS = {
     "kimi": "fla-core",
     "optimizers": "pytorch-optimizer",
     "trackers": "trackio",
-    "tune": "hydra-optuna-sweeper",
+    "tune": "optuna",
 }
 
 

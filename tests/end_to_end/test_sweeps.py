@@ -98,7 +98,7 @@ def test_a_sweep_chooses_a_value_and_reports_it(small_run: Callable[..., list[st
 def test_optuna_tunes_the_learning_rate_and_resumes_its_study(
     small_run: Callable[..., list[str]], tmp_path: Path, run: Run
 ) -> None:
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    pytest.importorskip("optuna")
     command = [*TRAIN, "-m", "hydra/sweeper=learning_rate", "model=mhc", "hydra.sweeper.n_trials=2",
                *kept(small_run("training.max_steps=4"))]  # fmt: skip
     for trials in (2, 4):

@@ -1,0 +1,185 @@
+"""A study that is opened again resumes, a run that diverged does not end it, and mistakes end with exit code 2."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn, JobStatus
+
+from depthlm.config import compose_anywhere
+from depthlm.config.names import by_name
+from hydra_plugins.optuna_sweeper import OptunaSweeper
+
+from ..report.made_up import write_run
+
+optuna = pytest.importorskip("optuna")
+OPTIONS: dict[str, Any] = {
+    "sampler": {"_target_": "optuna.samplers.RandomSampler", "seed": 0},
+    "storage": "sqlite:///studies.db",
+    "study_name": None,
+    "direction": "minimize",
+    "n_trials": 4,
+    "n_jobs": 1,
+    "max_failure_rate": 0.0,
+    "params": {"optimizer.lr": "tag(log, interval(1e-4, 1e-2))"},
+}
+Outcome = Callable[[float], float | str | None]
+
+
+class Launcher:
+    """A launcher whose runs have a loss that is a function of the learning rate, or the text of a failure.
+
+    limit: the runs after which it is killed. launched: the learning rates, by launch.
+    """
+
+    def __init__(self, outcome: Outcome, limit: int = 100) -> None:
+        self.outcome, self.limit = outcome, limit
+        self.launched: list[list[float]] = []
+
+    @property
+    def rates(self) -> list[float]:
+        return [rate for rates in self.launched for rate in rates]
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        self.launched.append([])
+        return [self.train(overrides) for overrides in job_overrides]
+
+    def train(self, overrides: Sequence[str]) -> JobReturn:
+        rate = float(by_name(overrides)["optimizer.lr"])
+        self.launched[-1].append(rate)
+        if len(self.rates) > self.limit:
+            raise KeyboardInterrupt
+        outcome = self.outcome(rate)
+        failure = outcome if isinstance(outcome, str) else None
+        write_run(Path(compose_anywhere(overrides).output_dir or ""), 3.0, failure=failure)
+        return JobReturn(status=JobStatus.COMPLETED, _return_value=math.inf if failure else outcome)
+
+
+def sweep(launcher: Any, *overrides: str, **options: Any) -> int | str | None:
+    """Return what a sweep exits with."""
+    sweeper = OptunaSweeper(**OPTIONS | options)
+    sweeper.config_dir, sweeper.launcher = None, launcher
+    sweeper.parser, sweeper.results = OverridesParser.create(), Path("results.yaml")
+    try:
+        sweeper.sweep(["size=micro", *overrides])
+    except SystemExit as exit:
+        return exit.code
+    return 0
+
+
+def states() -> list[str]:
+    (study,) = optuna.get_all_study_names(OPTIONS["storage"])
+    return [trial.state.name for trial in optuna.load_study(study_name=study, storage=OPTIONS["storage"]).trials]
+
+
+def distance(rate: float) -> float:
+    return abs(math.log(rate / 1e-3))
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_same_command_adds_trials_and_keeps_the_best(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = Launcher(distance), Launcher(distance)
+    assert (sweep(first), sweep(second)) == (0, 0)
+    rates = first.rates + second.rates
+    assert len({*rates}) == 8
+    best = min(rates, key=distance)
+    results = yaml.safe_load(Path("results.yaml").read_text())
+    assert results == {"name": "optuna", "best_params": {"optimizer.lr": best}, "best_value": distance(best)}
+    assert f"8 trials; the best loss is {distance(best):.4f} with optimizer.lr={best}" in capsys.readouterr().out
+
+
+def test_a_trial_that_was_interrupted_comes_first() -> None:
+    killed, again = Launcher(distance, limit=2), Launcher(distance)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(killed)
+    assert states() == ["COMPLETE", "COMPLETE", "RUNNING"]
+    assert sweep(again) == 0
+    assert again.rates[0] == killed.rates[-1]
+    assert states() == ["COMPLETE"] * 6
+
+
+def test_a_run_that_diverged_is_pruned_and_not_repeated() -> None:
+    launcher = Launcher(lambda rate: "DivergedError: 11 bad batches in a row" if rate > 1e-3 else rate)
+    axis = "optimizer.lr=1e-4,1e-2"
+    assert sweep(launcher, axis, n_trials=8, n_jobs=8) == 0
+    # of the trials with one value, a batch trains one run
+    assert sorted(launcher.rates) == [1e-4, 1e-2]
+    assert {*states()} == {"COMPLETE", "PRUNED"}
+    again = Launcher(distance)
+    assert sweep(again, axis, n_trials=8, n_jobs=8) == 0
+    assert again.rates == [1e-4]
+
+
+def test_a_study_whose_runs_all_diverged_has_no_best_trial() -> None:
+    assert "no trial has a finite loss" in str(sweep(Launcher(lambda rate: "DivergedError: inf")))
+    assert not Path("results.yaml").exists()
+
+
+@pytest.mark.parametrize(("rate", "trained"), [(0.0, 1), (1.0, 4)])
+def test_runs_that_failed_end_the_sweep_beyond_the_allowed_rate(rate: float, trained: int) -> None:
+    launcher = Launcher(lambda _: "ZeroDivisionError: on purpose")
+    assert "train.py: " in str(sweep(launcher, max_failure_rate=rate))
+    assert states() == ["FAIL"] * trained
+
+
+@pytest.mark.parametrize(
+    ("axis", "expected"),
+    [
+        ("tag(log,interval(1e-4,1e-2))", "FloatDistribution(high=0.01, log=True, low=0.0001, step=None)"),
+        ("int(interval(2,8))", "IntDistribution(high=8, log=False, low=2, step=1)"),
+        # as in every sweep, the end of a range is not in it
+        ("range(2,8,2)", "IntDistribution(high=6, log=False, low=2, step=2)"),
+        ("range(0.25,1.1,0.25)", "FloatDistribution(high=1.0, log=False, low=0.25, step=0.25)"),
+        ("shuffle(range(1,3))", None),
+        ("1e-3,[1,2],a b,true", "CategoricalDistribution(choices=(0.001, '[1,2]', 'a b', True))"),
+    ],
+)
+def test_what_is_tuned_is_written_as_in_every_sweep(axis: str, expected: str | None) -> None:
+    from hydra_plugins.optuna_sweeper import _distribution
+
+    distribution = _distribution(OverridesParser.create().parse_override(f"key={axis}"))
+    assert str(distribution) == expected if expected else {*distribution.choices} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "message"),
+    [
+        (["optimizer.lrr=interval(0,1)"], {}, "no such key; did you mean `optimizer.lr`?"),
+        (["optimizer.lr=-1,1"], {}, "must be a number, above 0"),
+        (["optimizer.lr=interval(2,1)"], {}, "low <= high"),
+        (["optimizer.lr=1e-3"], {}, "nothing to tune; add an interval"),
+        (["dry_run=true"], {}, "a dry run has no loss to tune by"),
+        ([], {"n_trials": 0}, "hydra.sweeper.n_trials=0: must be an integer, at least 1"),
+        ([], {"direction": "down"}, "hydra.sweeper.direction=down: must be one of minimize, maximize"),
+        ([], {"n_trial": 3}, "hydra.sweeper.n_trial=3: no such key"),
+        ([], {"storage": "sqlite:////no/such/folder/studies.db"}, "unable to open database file"),
+        ([], {"sampler": {"_target_": "optuna.samplers.Tpe"}}, "optuna.samplers.Tpe"),
+    ],
+)
+def test_a_mistake_ends_with_2(
+    overrides: list[str], options: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher = Launcher(distance)
+    assert sweep(launcher, *overrides, **options) == 2
+    assert message in capsys.readouterr().err
+    assert not launcher.launched
+
+
+def test_other_choices_need_another_study(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep(Launcher(distance), "optimizer.lr=1e-3,2e-3") == 0
+    assert sweep(Launcher(distance), "optimizer.lr=1e-3,4e-3") == 2
+    assert "give another hydra.sweeper.study_name=" in capsys.readouterr().err
+
+
+def test_the_sweeper_needs_optuna(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert sweep(Launcher(distance)) == 2
+    assert "hydra/sweeper=optuna: not installed; pip install" in capsys.readouterr().err
