@@ -155,7 +155,7 @@ def doctor(arguments: list[str], program: str) -> None:
     parser.add_argument("--config-dir", help="a folder of configuration files in addition to conf/")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parsed = parser.parse_intermixed_args(arguments)
-    from depthlm.doctor.command import doctor as examine
+    from depthlm.commands.doctor import doctor as examine
 
     sys.exit(examine(parsed.overrides, parsed.config_dir, parsed.json))
 

@@ -86,7 +86,7 @@ READERS = {
 # Modules that read only files of depthlm itself, of the system or of libraries, or code that the user runs.
 NOT_FOREIGN = {
     "commands/help", "config/hydra_context", "config/validate/explain", "data/corpora/hub", "data/corpora/sources",
-    "doctor/run", "evaluation/harness", "evaluation/shipped/read", "hugging_face/source", "machine/environment",
+    "evaluation/harness", "evaluation/shipped/read", "hugging_face/source", "machine/environment",
     "machine/memory", "report/runs_report", "slurm/submit", "training/checkpoint/saving", "training/setup",
 }  # fmt: skip
 

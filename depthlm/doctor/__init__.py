@@ -1,1 +1,0 @@
-"""`python -m depthlm doctor`: check whether a run would start on this machine."""

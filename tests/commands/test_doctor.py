@@ -1,0 +1,146 @@
+"""The output of doctor, for simulated machines and for this one."""
+
+import json
+import socket
+import sys
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from depthlm.commands import doctor as command
+from depthlm.commands.doctor import OK, PROBLEM, WARNING, Item, doctor, examine
+from depthlm.config import compose
+from depthlm.machine import environment
+from depthlm.machine.environment import Gpu
+
+from ..forks import Forks
+
+OLD = Gpu(("/dev/nvidia0",), "470.57.02", (11, 4), "2.13.0", "13.0", "The NVIDIA driver on your system is too old")
+Usage = namedtuple("Usage", "total used free")
+
+
+def by_name(overrides: list[str]) -> dict[str, Item]:
+    return {item.name: item for item in examine(overrides, None)}
+
+
+def test_a_run_would_start_here(small_run: Callable[..., list[str]], tmp_path: Path, forks: Forks) -> None:
+    done = forks.run(["-m", "depthlm", "doctor", *small_run()])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "One full-size step" in done.stdout
+    assert "A run would start here" in done.stdout
+    assert "\x1b" not in done.stdout
+    for name in ("Python", "packages", "extras", "device", "disk", "W&B", "run"):
+        assert f" {name} " in done.stdout
+    assert not (tmp_path / "run").exists()
+    done = forks.run(["-m", "depthlm", "doctor", "--json", *small_run()])
+    output = json.loads(done.stdout)
+    assert output["starts"] is True
+    assert output["items"][-1] == {
+        "name": "run",
+        "value": f"the dry run had no errors; a run writes to {tmp_path}/run",
+        "state": OK,
+        "remedy": "",
+    }
+
+
+def test_an_old_driver_is_reported_as_one_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(environment, "probe", lambda: OLD)
+    monkeypatch.setattr(command, "probe", lambda: OLD)
+    items = by_name([])
+    assert [item.name for item in items.values() if item.state == PROBLEM] == ["run"]
+    assert "update the driver to one for CUDA 13" in items["run"].value
+    assert items["device"].value.endswith(
+        "NVIDIA driver 470.57.02, which supports CUDA up to 11.4; torch 2.13.0 is built for CUDA 13.0"
+    )
+    assert doctor([], None, as_json=False) == 1
+    assert "A run would not start here: 1 problem" in capsys.readouterr().out
+
+
+def test_what_a_run_refuses_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "size=hug: no such size" in by_name(["device=cpu", "size=hug"])["run"].value
+    overrides = ["device=cpu", "size=micro", "data=c4", f"data.path={tmp_path}/tokens", f"output_dir={tmp_path}/run"]
+    item = by_name(overrides)["run"]
+    assert item.state == PROBLEM
+    assert f"data/prepare.py data=c4 data.path={tmp_path}/tokens" in item.value
+    monkeypatch.setattr("depthlm.training.setup.available_memory", lambda device, local_ranks: 2**20)
+    assert by_name(overrides)["run"].value.startswith("the run does not fit in memory: ")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text("somebody: else\n")
+    assert "this is no run directory" in by_name(overrides)["run"].value
+    assert doctor(overrides, None, as_json=False) == 1
+    assert "A run would not start here: 1 problem" in capsys.readouterr().out
+
+
+def test_a_dry_run_that_fails_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(config: object) -> int:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr("depthlm.training.train", broken)
+    item = by_name(["device=cpu", "size=micro"])["run"]
+    assert (item.state, item.value) == (PROBLEM, "ZeroDivisionError: by zero")
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_failing_import_of_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    *_, last = examine([], None)
+    assert (last.state, last.name) == (PROBLEM, "device")
+    assert last.value.startswith("import torch: ModuleNotFoundError: ")
+
+
+def test_packages_in_a_disallowed_version_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.0.0", "rich": None, "lm-eval": None}
+    known = command.installed_version
+    monkeypatch.setattr(
+        command, "installed_version", lambda name: versions.get(name, known(name)) if name in versions else known(name)
+    )
+    monkeypatch.setattr(
+        "importlib.metadata.requires", lambda _: ["torch>=2.9", "rich>=13", "numpy", "x; extra == 'dev'"]
+    )
+    packages = command.packages()
+    assert packages.state == PROBLEM
+    assert packages.value.startswith(
+        "torch is 2.0.0, but torch>=2.9 is required; rich is not installed; torch 2.0.0, numpy"
+    )
+    assert "pip install" in packages.remedy
+    assert "not evaluation: pip install -e '.[evaluation]'" in command.extras().value
+
+
+def test_little_free_space_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(2**40, 2**40, 64 * 2**20))
+    assert command.disk(tmp_path / "a/b").state == WARNING
+
+
+def test_wandb_with_a_key_and_no_network_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose(["device=cpu"])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("WANDB_API_KEY", "x")
+        monkeypatch.delenv("WANDB_MODE", raising=False)
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
+        assert command.wandb(config).value.startswith("online")
+    assert command.wandb(config).state == WARNING
+    assert command.wandb(compose(["device=cpu", "tracker=none"])).value.startswith("not used")
+    assert command.wandb(compose(["device=cpu", "tracker.mode=offline"])).value.startswith("offline (as configured)")
+
+
+def test_working_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    Properties = namedtuple("Properties", "name total_memory major minor")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: Properties("NVIDIA H100", 80 * 2**30, 9, 0))
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 28, 3))
+    monkeypatch.setattr(command, "probe", lambda: replace(OLD, driver="580.1", driver_cuda=(13, 0), failure=None))
+    assert command.devices().value == (
+        "cuda:0: NVIDIA H100, 80.0 GiB, compute capability 9.0; cuda:1: NVIDIA H100, 80.0 GiB, compute capability 9.0; "
+        "NVIDIA driver 580.1, which supports CUDA up to 13.0; torch 2.13.0 is built for CUDA 13.0; NCCL 2.28.3"
+    )
