@@ -1,9 +1,9 @@
 """depthlm: pretrain language models whose layers reach across depth."""
 
+from typing import TYPE_CHECKING
+
 from depthlm.lazy import lazy_attributes
 
-# not imported from `typing`, because a command must handle Ctrl-C from its first moment
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from depthlm.build import build_model, load
     from depthlm.config.compose import compose

@@ -4,19 +4,16 @@ Python calls signal handlers in the main thread, between two bytecodes: during o
 the training of a tokenizer) a handler waits for minutes. But Python writes the signal's number to the file descriptor
 of `signal.set_wakeup_fd` immediately, and a thread of this module reads it from there.
 
-Commands import this module before all others, and Ctrl-C prints a traceback until they have called `quiet_interrupts`.
-So this module imports only what loads fast: `_signal`, the C part of `signal`, without the enums.
+Ctrl-C prints a traceback until a command has called `quiet_interrupts`, so this module imports only what loads fast.
 """
 
-import _signal
-import _thread
 import os
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
-    from types import FrameType
-    from typing import NoReturn
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterable
+from select import select
+from types import FrameType
+from typing import NoReturn
 
 INTERRUPTED = 130
 # not a signal's number: it ends the thread
@@ -24,7 +21,7 @@ END = 0
 # write ends of this process's pipes, to which a forked child must not write
 _pipes: set[int] = set()
 # for each thread that is forking: its signal mask before the fork
-_masks: "dict[int, Iterable[int]]" = {}
+_masks: dict[int, Iterable[int]] = {}
 
 
 class on_signals:
@@ -34,28 +31,28 @@ class on_signals:
     Raises ValueError outside the main thread.
     """
 
-    def __init__(self, numbers: "Collection[int]", react: "Callable[[int], None]") -> None:
+    def __init__(self, numbers: Collection[int], react: Callable[[int], None]) -> None:
         self.numbers, self.react = frozenset(numbers), react
 
     def __enter__(self) -> None:
         self.process = os.getpid()
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
-        self.wakeup = _signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
+        self.wakeup = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
         _pipes.add(self.writer)
         # a signal that arrives before the thread runs waits in the pipe
-        self.handlers = {number: _signal.signal(number, self._handle) for number in self.numbers}
-        _thread.start_new_thread(self._read, ())
+        self.handlers = {number: signal.signal(number, self._handle) for number in self.numbers}
+        threading.Thread(target=self._read, daemon=True).start()
 
     def __exit__(self, *raised: object) -> None:
         for number, handler in self.handlers.items():
             # None: the previous handler was not set by Python
-            _signal.signal(number, _signal.SIG_DFL if handler is None else handler)
-        _signal.set_wakeup_fd(self.wakeup)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(self.wakeup)
         _pipes.discard(self.writer)
         os.write(self.writer, bytes([END]))
 
-    def _handle(self, number: int, frame: "FrameType | None") -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         # the thread reads the number from the pipe; a forked child has no such thread
         if os.getpid() != self.process:
             os._exit(128 + number)
@@ -80,7 +77,7 @@ def quiet_interrupts(command: str, note: str = "") -> None:
         end_process(INTERRUPTED)
 
     # never exited: the end of the process ends it
-    on_signals((_signal.SIGINT,), leave).__enter__()
+    on_signals((signal.SIGINT,), leave).__enter__()
 
 
 def say(line: str) -> None:
@@ -88,7 +85,7 @@ def say(line: str) -> None:
     _write(2, f"{os.isatty(2) * chr(10)}{line}\n")
 
 
-def end_process(code: int) -> "NoReturn":
+def end_process(code: int) -> NoReturn:
     """End this process without waiting for anything, and show the cursor that a progress bar has hidden."""
     for stream in (1, 2):
         if os.isatty(stream):
@@ -97,8 +94,6 @@ def end_process(code: int) -> "NoReturn":
 
 
 def _write(stream: int, text: str) -> None:
-    from select import select
-
     try:
         # writing to a stopped terminal or a full pipe would block forever
         if select([], [stream], [], 0.5)[1]:
@@ -109,17 +104,17 @@ def _write(stream: int, text: str) -> None:
 
 def _before_fork() -> None:
     # while the child still has the pipe, a signal to it would reach the parent
-    _masks[_thread.get_ident()] = _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
+    _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
 def _after_fork_in_parent() -> None:
-    _signal.pthread_sigmask(_signal.SIG_SETMASK, _masks.pop(_thread.get_ident()))
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.pop(threading.get_ident()))
 
 
 def _after_fork_in_child() -> None:
-    wakeup = _signal.set_wakeup_fd(-1)
+    wakeup = signal.set_wakeup_fd(-1)
     if wakeup not in _pipes:
-        _signal.set_wakeup_fd(wakeup)
+        signal.set_wakeup_fd(wakeup)
     _after_fork_in_parent()
 
 
