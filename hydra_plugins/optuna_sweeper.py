@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 
 from depthlm.config import ConfigError
 from depthlm.config.arguments import read_arguments
-from depthlm.config.compose import run_directory
+from depthlm.config.compose import compose_unchecked
 from depthlm.config.hydra_context import config_dir_of, open_names
 from depthlm.config.keys import override_text
 from depthlm.config.names import by_name, normal_value
@@ -78,7 +78,9 @@ class OptunaSweeper(Sweeper):
         fixed, axes = self._read_axes([*params, *arguments])
         if normal_value("dry_run", by_name(fixed).get("dry_run", "false")) == "true":
             raise UserError("dry_run=true: a dry run has no loss to tune by; leave out -m and hydra/sweeper=")
-        study = self._open_study(options, f"{', '.join(axes)} of {run_directory(fixed, self.config_dir)}")
+        study = self._open_study(
+            options, f"{', '.join(axes)} of {compose_unchecked(fixed, self.config_dir).output_dir}"
+        )
         from optuna.trial import TrialState
 
         interrupted = [trial for trial in study.trials if not trial.state.is_finished() and {*trial.params} == {*axes}]
@@ -125,7 +127,7 @@ class OptunaSweeper(Sweeper):
         fixed = [str(override.input_line) for override in parsed if not override.is_sweep_override()]
         for name, axis in axes.items():
             for value in axis.choices if hasattr(axis, "choices") else [axis.low, axis.high]:
-                run_directory([*fixed, f"{name}={value}"], self.config_dir)
+                compose_unchecked([*fixed, f"{name}={value}"], self.config_dir)
         return fixed, axes
 
     def _open_study(self, options: Options, default_name: str) -> Any:
@@ -157,7 +159,7 @@ class OptunaSweeper(Sweeper):
     def _diverged(self, point: Sequence[str]) -> bool:
         # training refuses a point with a mistake, and prints it
         with suppress(ConfigError):
-            return read_run(run_directory(point, self.config_dir)).diverged
+            return read_run(str(compose_unchecked(point, self.config_dir).output_dir)).diverged
         return False
 
 
