@@ -24,9 +24,9 @@ from benchmarks import mechanisms as presets
 from benchmarks.shared import interleaved, reporting
 from benchmarks.shared.decoders import transformers_decoder
 from depthlm.config import compose_anywhere, mechanisms
-from depthlm.evaluation.generation import generate, prefill
 from depthlm.machine import environment
 from depthlm.model import Decoder
+from depthlm.model.generation import generate, prefill
 from depthlm.pretrained.native import native_type
 
 TABLES = reporting.TABLES / "inference"

@@ -89,8 +89,8 @@ def summary(arguments: list[str], program: str) -> None:
     from depthlm.accounting.overhead import PREFILL_CHUNK, print_overhead
     from depthlm.accounting.pipeline import print_pipeline
     from depthlm.accounting.summary import print_summary
-    from depthlm.accounting.sweep import print_costs
     from depthlm.config import compose_anywhere
+    from depthlm.sweeps.costs import print_costs
     from depthlm.sweeps.points import is_axis
 
     common = parsed.overrides, parsed.config_dir, parsed.json

@@ -1,6 +1,1 @@
-"""Evaluation of trained models: losses, tasks and text generation."""
-
-from depthlm.evaluation.generation import generate, stream
-from depthlm.evaluation.losses import TotalLoss, total_loss
-
-__all__ = ["TotalLoss", "generate", "stream", "total_loss"]
+"""Evaluation of trained models: losses on validation sets, tasks and text generation."""

@@ -29,8 +29,9 @@ from depthlm.evaluation.harness import (
     run_job,
     task_manager,
 )
-from depthlm.evaluation.losses import add_results, document_rows, folder_sets, measure_sets, run_sets
+from depthlm.evaluation.losses import add_results, folder_sets, measure_sets, run_sets
 from depthlm.fields import key
+from depthlm.losses import document_rows
 from depthlm.machine.environment import Device, usable_device
 from depthlm.model import Decoder
 from depthlm.run_directory import RunDirectory

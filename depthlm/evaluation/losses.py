@@ -5,31 +5,19 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.progress import track
-from torch import Tensor
 
 from depthlm.config import Config
 from depthlm.data import DataError, DocumentRows, Manifest, TokenFiles, Tokenizer, open_corpus, validation_batches
 from depthlm.data.manifest import Split
 from depthlm.errors import UserError
 from depthlm.files import read_json, replace_text
+from depthlm.losses import TotalLoss, total_loss
 from depthlm.model import Decoder
 from depthlm.runs.records import ValidationLosses, finite, text_key
-
-
-class TotalLoss(NamedTuple):
-    """Sums over a validation set. nats: negative log-likelihood. tokens: number of targets."""
-
-    nats: float
-    tokens: int
-
-    @property
-    def mean(self) -> float:
-        """Nats per token."""
-        return self.nats / self.tokens
 
 
 @dataclass(frozen=True)
@@ -46,33 +34,6 @@ class ValidationSet:
         None if it is not finite, or unknown tokens hide some of the text.
         """
         return None if self.split.hides_text else finite(total.nats / math.log(2) / self.split.bytes)
-
-
-def total_loss(model: Decoder, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> TotalLoss:
-    """Return the negative log-likelihood of batches (inputs [b, T], targets [b, T]), summed over ranks in float64."""
-    total = local_loss(model, batches, device)
-    if torch.distributed.is_initialized():
-        torch.distributed.all_reduce(total)
-    return TotalLoss(float(total[0]), int(total[1]))
-
-
-@torch.no_grad()
-def local_loss(model: Decoder, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
-    """Return the negative log-likelihood of this rank's batches in nats, and the number of their targets, as [2]."""
-    training = model.training
-    model.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=device)
-    for inputs, targets in batches:
-        loss = model(inputs.to(device), targets.to(device))
-        total += torch.stack([loss.nll.double(), loss.tokens.double()])
-    model.train(training)
-    return total
-
-
-def document_rows(config: Config, tokenizer: Tokenizer) -> DocumentRows | None:
-    """Return how a run's validation sets are divided into documents; None: they are not."""
-    longest = config.training.validation_document_tokens
-    return None if longest is None else DocumentRows(tokenizer.end_of_text, longest)
 
 
 def run_sets(config: Config) -> list[ValidationSet]:

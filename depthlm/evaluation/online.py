@@ -31,7 +31,8 @@ from depthlm.evaluation.harness import (
     run_job,
     task_manager,
 )
-from depthlm.evaluation.losses import TotalLoss, add_results, document_rows, folder_sets, local_loss
+from depthlm.evaluation.losses import add_results, folder_sets
+from depthlm.losses import TotalLoss, document_rows, local_loss
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import finite, perplexity
 

@@ -15,7 +15,6 @@ from depthlm.distributed.launchers import Ranks
 from depthlm.distributed.process_group import on_rank_0
 from depthlm.distributed.signals import stop_on_signal
 from depthlm.errors import UserError
-from depthlm.evaluation.online import check_evaluation, missing_results
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import missing_part, retrain
 from depthlm.runs.directory import (
@@ -97,9 +96,12 @@ def set_up(config: Config, ranks: Ranks, claim: Claim, stack: ExitStack) -> Trai
     start = on_rank_0(lambda: find_resume_point(config, setup.plan, setup.corpus.digest()))
     if start is None or start.forked:
         on_rank_0(lambda: check_token_ids(config, setup.corpus.tokenizer))
-    # each rank reads the names of the tasks now, so that a later change of their files does not matter
-    missing_results(config, {})
-    on_rank_0(lambda: check_evaluation(config, setup.corpus.tokenizer, starting=start is None))
+    if config.evaluation.every is not None:
+        from depthlm.evaluation.online import check_evaluation, missing_results
+
+        # each rank reads the names of the tasks now, so that a later change of their files does not matter
+        missing_results(config, {})
+        on_rank_0(lambda: check_evaluation(config, setup.corpus.tokenizer, starting=start is None))
     on_rank_0(lambda: describe_run(config, ranks, setup.plan.max_steps))
     check_shared(paths.path, ranks.rank, on_rank_0(lambda: mark_directory(claim)))
     if ranks.rank == 0:

@@ -11,7 +11,6 @@ import torch
 from depthlm.data import loader
 from depthlm.distributed.process_group import on_any_rank
 from depthlm.distributed.signals import STOPPED, StopRequest
-from depthlm.evaluation.online import evaluate_checkpoint, missing_results, record_results
 from depthlm.machine import environment
 from depthlm.model.layer import UNOBSERVED
 from depthlm.model.parameters import seed_for
@@ -300,7 +299,11 @@ class Trainer:
         """Evaluate the last step's checkpoint if it is due. Raises ValidationStopped for a signal, with it saved."""
         step, row, every = self.progress.step, self.metrics.last, self.config.evaluation.every
         due = is_multiple(step, every) or (every is not None and step == self.plan.max_steps)
-        if not (due and row.get("step") == step and missing_results(self.config, row)):
+        if not due or row.get("step") != step:
+            return
+        from depthlm.evaluation.online import evaluate_checkpoint, missing_results
+
+        if not missing_results(self.config, row):
             return
         if self.saver.writing is not None:
             self.saver.finish()
@@ -349,7 +352,10 @@ class Trainer:
                 peak_memory_gib=peak_memory_gib(self.device),
             )
             write_results(self.paths.path, summary)
-            record_results(self.config, last)
+            if self.config.evaluation.every is not None:
+                from depthlm.evaluation.online import record_results
+
+                record_results(self.config, last)
         log_sample(self.config, self.engine, corpus)
         if self.is_rank_0:
             show_next_commands(self.config)

@@ -12,10 +12,10 @@ from depthlm.data import Corpus, DocumentRows, TokenFiles, validation_batches
 from depthlm.distributed.process_group import on_any_rank
 from depthlm.distributed.signals import StopRequest
 from depthlm.distributed.watchdog import Activity
-from depthlm.evaluation import generate, total_loss
-from depthlm.evaluation.losses import document_rows
+from depthlm.losses import document_rows, total_loss
 from depthlm.model import Connection, Decoder, Observer
 from depthlm.model.connection import State
+from depthlm.model.generation import generate
 from depthlm.runs.records import ValidationLosses, finite
 from depthlm.training.engine import Engine, autocast
 from depthlm.training.plan import Plan

@@ -10,11 +10,11 @@ import depthlm
 from depthlm.config.arguments import read_arguments
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
-from depthlm.evaluation import stream
-from depthlm.evaluation.generation import Generate, generate, write_text
+from depthlm.evaluation.generation import Generate, write_text
 from depthlm.mechanisms.residual import Residual
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.decoder import Decoder
+from depthlm.model.generation import generate, stream
 from depthlm.model.parameters import initialize
 from depthlm.model.shape import Backbone, Size
 

@@ -15,10 +15,10 @@ import yaml
 
 import depthlm
 from depthlm.data import Tokenizer
-from depthlm.evaluation.generation import generate
 from depthlm.hugging_face import export
 from depthlm.locations import CONF
 from depthlm.model import Decoder
+from depthlm.model.generation import generate
 from depthlm.pretrained.folder import load_weights, read_pretrained
 from depthlm.training.checkpoint.init_from import copy_weights
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from depthlm.evaluation.generation import generate
 from depthlm.mechanisms.depth_attention import DepthAttention
 from depthlm.mechanisms.moda import Moda
 from depthlm.model.attention.context import KVCache
 from depthlm.model.attention.self_attention import SelfAttention
+from depthlm.model.generation import generate
 
 
 def test_update_appends_tokens_and_grows_the_cache():

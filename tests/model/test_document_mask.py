@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depthlm.evaluation import generate
 from depthlm.model import Decoder
+from depthlm.model.generation import generate
 from depthlm.ops.moda import merge as depth_merge
 
 from .test_properties import END, alone, assert_same

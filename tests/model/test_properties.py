@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import depthlm
-from depthlm.evaluation.generation import generate, prefill
 from depthlm.locations import CONF
 from depthlm.model import Decoder, compile_sublayers
+from depthlm.model.generation import generate, prefill
 from depthlm.model.parameters import initialize
 
 from ..options import mechanism, option, parts_of

@@ -9,8 +9,8 @@ import torch
 import depthlm
 from depthlm.data import open_corpus, validation_batches
 from depthlm.errors import UserError
-from depthlm.evaluation import total_loss
 from depthlm.files import read_json
+from depthlm.losses import total_loss
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
 

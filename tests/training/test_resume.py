@@ -16,8 +16,8 @@ import depthlm
 from depthlm.config.saved import signed_config_text
 from depthlm.data import open_corpus, validation_batches
 from depthlm.errors import UserError
-from depthlm.evaluation import total_loss
 from depthlm.files import read_json
+from depthlm.losses import total_loss
 from depthlm.run_directory import RunDirectory
 from depthlm.runs import directory as run_directory
 from depthlm.runs.directory import Claim
