@@ -136,7 +136,7 @@ def generate(arguments: list[str], program: str) -> None:
 
 def export(arguments: list[str], program: str) -> None:
     """Export a run as a Hugging Face folder, which AutoModelForCausalLM loads."""
-    from depthlm.hugging_face.command import ExportArguments, export_run
+    from depthlm.commands.export import ExportArguments, export_run
 
     export_run(_read(program, ExportArguments, arguments))
 

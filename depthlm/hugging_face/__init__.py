@@ -39,8 +39,8 @@ def export(
     except ImportError:
         raise UserError(f"transformers is not installed; {install_command('evaluation')}") from None
     from depthlm.hugging_face.card import check_license
-    from depthlm.hugging_face.command import check_push, push
     from depthlm.hugging_face.folder import export as write
+    from depthlm.hugging_face.hub import check_push, push
 
     check_license(license)
     if push_to is not None:

@@ -11,13 +11,13 @@ import pytest
 import yaml
 
 from depthlm.__main__ import COMMANDS
+from depthlm.commands.export import ExportArguments
 from depthlm.commands.prepare import read_options
 from depthlm.commands.train import read_command_line
 from depthlm.config import compose_anywhere
 from depthlm.config.arguments import read_arguments
 from depthlm.evaluation.evaluate import Evaluate
 from depthlm.evaluation.generation import Generate
-from depthlm.hugging_face.command import ExportArguments
 from depthlm.inspect import Inspect
 from depthlm.runs.listing import read_filters
 from depthlm.slurm.cluster import read_cluster

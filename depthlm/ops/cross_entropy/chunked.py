@@ -10,13 +10,14 @@ On a GPU, Triton kernels read logits in 16 bits and write their gradient over th
 Shapes: r rows (tokens of all sequences), d hidden size, v vocabulary.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from depthlm.ops.autograd import call, parts, present
+from depthlm.ops.cross_entropy.naive import Rows
 from depthlm.ops.cross_entropy.naive import cross_entropy as naive
 from depthlm.ops.dtypes import compute_dtype, no_autocast, upcast
 from depthlm.ops.functions import linear
@@ -58,15 +59,6 @@ def cross_entropy(logits_rv: Tensor, targets_r: Tensor, fused: bool = False) -> 
 def chunk_rows(logits_rv: Tensor) -> int:
     """Return the number of rows of logits that are in fp32 at a time."""
     return max(1, (CHUNK if logits_rv.is_cpu else GPU_CHUNK) // logits_rv.shape[1])
-
-
-class Rows(NamedTuple):
-    """The numbers of each row that the gradient of its logits depends on."""
-
-    targets: Tensor
-    logsumexp: Tensor
-    grad_nll: Tensor
-    grad_logsumexp: Tensor
 
 
 class CrossEntropy(torch.autograd.Function):

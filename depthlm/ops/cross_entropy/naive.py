@@ -5,10 +5,21 @@
 Shapes: r rows (tokens of all sequences), d hidden size, v vocabulary.
 """
 
+from typing import NamedTuple
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from depthlm.ops.dtypes import upcast
+
+
+class Rows(NamedTuple):
+    """The numbers of each row that the gradient of its logits depends on."""
+
+    targets: Tensor
+    logsumexp: Tensor
+    grad_nll: Tensor
+    grad_logsumexp: Tensor
 
 
 def linear_cross_entropy(

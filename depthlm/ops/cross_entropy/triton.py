@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from depthlm.ops.backend import interpreted
-from depthlm.ops.cross_entropy.chunked import Rows
+from depthlm.ops.cross_entropy.naive import Rows
 from depthlm.ops.library import register
 from depthlm.ops.triton_common import cdiv, constants, load_fp32, next_power_of_2, on_device, store_as, tl, triton
 
