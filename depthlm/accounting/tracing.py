@@ -173,17 +173,22 @@ def _is_pure(func: Any) -> bool:
 
 @functools.cache
 def _find_shapes(func: Any, args: Any, kwargs: Any) -> "tuple[_Shape, ...] | None":
-    """Return the shapes of an operator's results; None if one is missing, not on meta or shares storage."""
+    """Return the shapes of an operator's results; None if one is missing, not on meta or shares its storage."""
     inputs = _rebuild(args)
     if not all(x.is_meta for x in tree_leaves(inputs) if isinstance(x, Tensor)):
         return None
     result = func(*inputs, **dict(_rebuild(kwargs)))
     results = [result] if isinstance(result, Tensor) else result
     storages = {x.untyped_storage()._cdata for x in inputs if isinstance(x, Tensor)}
-    # an operator may leave out a gradient
-    if all(isinstance(x, Tensor) and x.is_meta and x.untyped_storage()._cdata not in storages for x in results):
-        return _describe(results)
-    return None
+    for x in results:
+        # an operator may leave out a gradient
+        if not isinstance(x, Tensor) or not x.is_meta or x.untyped_storage()._cdata in storages:
+            return None
+        # or return a part of what it has allocated
+        if x.untyped_storage().nbytes() != _rebuild(_describe(x)).untyped_storage().nbytes():
+            return None
+        storages.add(x.untyped_storage()._cdata)
+    return _describe(results)
 
 
 class _Shape(NamedTuple):

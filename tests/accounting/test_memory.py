@@ -11,7 +11,7 @@ import torch
 
 import depthlm
 from depthlm.accounting.memory import GATHERED, MemoryEstimator, UntracedError, largest
-from depthlm.accounting.tracing import trace
+from depthlm.accounting.tracing import _Ledger, trace
 from depthlm.config import mechanisms
 from depthlm.data import prepare
 
@@ -114,6 +114,15 @@ def test_a_trace_counts_what_autograd_saves(name, autocast, mask):
     saved = saved_by_autograd(real, torch.ones(4, 128, dtype=torch.long), autocast)
     counted = trace(meta, "cpu", 4, 128, torch.bfloat16 if autocast else None)
     assert counted.saved == pytest.approx(saved, rel=0.03)
+
+
+def test_a_trace_counts_all_that_an_operator_has_allocated_where_it_returns_a_part():
+    operators = torch.library.Library("depthlm_test", "FRAGMENT")
+    operators.define("part(Tensor x) -> Tensor")
+    operators.impl("part", lambda x: x.new_empty(100, x.shape[0])[:1], "Meta")
+    with _Ledger([]) as ledger:
+        parts = [torch.ops.depthlm_test.part(torch.empty(5, device="meta")) for _ in range(2)]
+        assert ledger.live == 4 * len(parts) * 100 * 5
 
 
 @pytest.mark.parametrize("autocast", [False, True])
