@@ -1,4 +1,4 @@
-"""Packed documents beyond the table of `test_properties`: random ones, under autocast, without flash attention."""
+"""Packed documents beyond the table of `test_properties`: random ones, and under autocast."""
 
 import copy
 from typing import Any
@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from depthlm.model import Decoder
-from depthlm.model.generation import generate
-from depthlm.ops.moda import merge as depth_merge
 
 from .test_properties import END, alone, assert_same
 
@@ -51,12 +49,6 @@ def test_random_documents_in_random_pieces_equal_single_ones(
         assert_same(model(tokens), alone(model, tokens, how))
 
 
-def test_moda_without_flash_attention_applies_the_mask(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = masked(build("model=moda").double())
-    monkeypatch.setattr(depth_merge, "has_flash", lambda *_: False)
-    assert_same(model(packed()), alone(model, packed(), True))
-
-
 @pytest.mark.parametrize("preset", [*OVER_THE_SEQUENCE, "dca"])
 def test_mask_applies_under_autocast(build: Any, preset: str) -> None:
     model = masked(build(f"model={preset}"))
@@ -65,11 +57,3 @@ def test_mask_applies_under_autocast(build: Any, preset: str) -> None:
         unmasked = masked(model, False)(packed()).float()
     assert (logits - expected).norm() < 0.03 * expected.norm()
     assert (unmasked - expected).norm() > 0.2 * expected.norm()
-
-
-@pytest.mark.parametrize("preset", OVER_THE_SEQUENCE)
-def test_generation_continues_the_last_document(build: Any, preset: str) -> None:
-    model = build(f"model={preset}")
-    prompt = packed([[3]], 9)
-    written = generate(masked(model), prompt, 6)
-    assert torch.equal(written[:, 4:], generate(model, prompt[:, 4:], 6))

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 import depthlm
@@ -14,68 +13,10 @@ from depthlm.config import compose_anywhere
 from depthlm.config.validate.checks import check_together
 from depthlm.locations import CONF
 from depthlm.mechanisms.hyper_connections import State
-from depthlm.model.attention.context import AttentionContext
-from depthlm.model.shape import SublayerSpec
-from depthlm.ops.moda.bank import depth_of
 
 from .. import options
 from .conftest import PRESETS, configuration
 from .gradients import loss_and_gradients, random_batch
-
-CONNECTIONS = sorted(path.stem for path in (CONF / "model/connection").glob("*.yaml"))
-ATTENTIONS = sorted(path.stem for path in (CONF / "model/attention").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("connection", CONNECTIONS)
-def test_connections_do_not_mix_positions(build: Any, connection: str) -> None:
-    model = build(f"model/connection={connection}")
-    generator = torch.Generator().manual_seed(2)
-    values = torch.randn(1 + len(model.connections), 1, 6, 32, generator=generator)
-    changed = values.clone()
-    changed[:, :, 3] = torch.randn(len(values), 1, 32, generator=generator)
-
-    def reads(outputs: Tensor) -> list[Tensor]:
-        state, found = model.connections[0].open(outputs[0]), []
-        for connection, output in zip(list(model.connections)[:-1], outputs[1:], strict=False):
-            inputs, carry = connection.read(state)
-            found.extend(inputs)
-            state = connection.write(state, output, carry)
-        return [*found, model.connections[-1].close(state)]
-
-    for a, b in zip(reads(values), reads(changed), strict=True):
-        assert (a - b).abs().amax(dim=(0, 2)).nonzero().flatten().tolist() == [3]
-
-
-@pytest.mark.parametrize("attention", ["depth_attention", "moda"])
-def test_attention_over_depth_does_not_mix_positions(build: Any, attention: str) -> None:
-    # with moda the last layer, which adds no entry to those of `depth_of`
-    layer = build(f"model/attention={attention}").layers[3 if attention == "moda" else 2].attention
-    generator = torch.Generator().manual_seed(2)
-    q, k, v = (torch.randn(1, heads, 6, 8, generator=generator) for heads in (4, 2, 2))
-    depth = [tuple(torch.randn(1, 2, 6, 8, generator=generator) for _ in "kv") for _ in range(2)]
-    changed = [tuple(x.clone() for x in pair) for pair in depth]
-    for pair in changed:
-        for x in pair:
-            x[:, :, 3] += 1
-    if attention == "moda":
-        depth, changed = depth_of(depth), depth_of(changed)
-    (context, passed_on), (other, other_passed_on) = (
-        layer.attend((q, k, v), d, AttentionContext()) for d in (depth, changed)
-    )
-    moved = positions(context, other, dims=(0, 2))
-    if attention == "moda":
-        assert moved == [3]
-        return
-    # later tokens attend to the mixed value, so they change too
-    assert moved == [3, 4, 5]
-    (key, value), (other_key, other_value) = passed_on[2], other_passed_on[2]
-    assert positions(value, other_value, dims=(0, 1, 3)) == [3]
-    assert torch.equal(key, other_key)
-
-
-def positions(a: Tensor, b: Tensor, dims: tuple[int, ...]) -> list[int]:
-    """Return the positions at which two tensors differ, reduced over all other dimensions."""
-    return (a - b).abs().amax(dim=dims).nonzero().flatten().tolist()
 
 
 # settings that start as vanilla, like the default ones, which `test_identity_start` has
@@ -158,28 +99,6 @@ def test_every_parameter_changes_within_three_steps(build: Any, preset: str) -> 
     assert sorted(unmoved) == sorted(UNMOVED.get(preset, []))
 
 
-def test_maps_over_equal_streams_get_no_gradient(build: Any) -> None:
-    """The first residual map of mhc acts on copies of the embedding, and its rows sum to 1 for any bias."""
-    model = build("model=mhc", awake=False).double()
-    _, grads = loss_and_gradients(model)
-    assert grads["connections.0.bias"][8:].abs().max() < 1e-12
-    assert grads["connections.1.bias"][8:].abs().max() > 1e-12
-
-
-def test_unread_projections_get_no_gradient(build: Any) -> None:
-    model = build("model=moda", "model.attention.last_layer_kv=true")
-    _, grads = loss_and_gradients(model)
-    silent = [name for name, grad in grads.items() if not grad.any()]
-    assert silent == ["layers.3.attention.ffn_k_proj.weight", "layers.3.attention.ffn_v_proj.weight"]
-
-
-def test_w_of_the_printed_gate_gets_no_gradient(build: Any) -> None:
-    """relu has no gradient at 0, so w of b + relu(w . G) stays zero. w of relu(b + w . G) gets a gradient."""
-    for gate, alive in (("printed", False), ("relu_of_sum", True)):
-        _, grads = loss_and_gradients(build("model=grn_v3", f"model.connection.gate={gate}", awake=False))
-        assert grads["connections.2.w"].any().item() == alive
-
-
 NO_DECAY = {"query", "scores", "recency", "a", "b", "w_of_grn", "static_pre", "static_post", "static_res", "gamma"}
 
 
@@ -248,9 +167,3 @@ def test_every_model_fits_every_size() -> None:
         # the vocabulary of a size grows to that of the tokenizer
         assert composed.size == replace(config.size, vocab_size=composed.size.vocab_size)
         assert composed.size.vocab_size >= config.size.vocab_size
-
-
-def test_only_the_specs_of_connections_count_loops(build: Any) -> None:
-    model = build("model.loops=3", "size.num_layers=2")
-    assert [c.spec for c in model.connections][-1] == SublayerSpec(6, "final", 6)
-    assert [layer.attention.spec for layer in model.layers] == [SublayerSpec(i, "attention", 2, 3) for i in range(2)]

@@ -1,10 +1,9 @@
-"""Several reads at once in PyTorch, in one phase and in two, equal the definitions, and so do all gradients."""
+"""Several reads at once in PyTorch, also in parts, equal the definitions, and so do all gradients."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from depthlm.ops import autograd
 
@@ -28,25 +27,6 @@ def test_reads_equal_the_definition(
         patch.setattr(autograd, "CHUNK", chunk)
         found, expected = (results(kind, kernels, arguments, torch.float64, eps) for kernels in ("torch", "naive"))
     torch.testing.assert_close(found, expected)
-
-
-def part(kind: str, parameters: list[Tensor | None], which: slice) -> list[Tensor | None]:
-    """Return the parameters of some sources."""
-    return parameters if kind == "attend" else [x[:, which] for x in parameters if x is not None]
-
-
-@of_each
-def test_two_phases_equal_one(kind: str) -> None:
-    xs = [normal(2, 5, 4, seed=j).double().requires_grad_() for j in range(5)]
-    parameters = [None if x is None else x.double().requires_grad_() for x in parameters_of(kind, 3, 5, 4)]
-    old, new = slice(3), slice(3, 5)
-    first = read(kind, part(kind, parameters, old), xs[old], ())
-    inputs = [*xs, *(x for x in parameters if x is not None)]
-    found = []
-    for outputs in (read(kind, part(kind, parameters, new), xs[new], first), read(kind, parameters, xs, ())):
-        along = [normal(*y.shape, seed=50).double() for y in outputs]
-        found.append([*outputs, *torch.autograd.grad(outputs, inputs, along)])
-    torch.testing.assert_close(*found)
 
 
 @of_each

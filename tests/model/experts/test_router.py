@@ -1,6 +1,5 @@
 """Routers choose the experts of transformers' routers, and their auxiliary losses are those of the papers."""
 
-import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -72,14 +71,6 @@ def test_the_auxiliary_losses_are_those_of_transformers_and_of_a_literal_formula
     assert torch.equal(routing.load_e, 120 * shares)
     assert routing.balance.requires_grad
     assert routing.z.requires_grad
-
-
-def test_equal_scores_have_a_balance_loss_of_the_experts_of_a_token(make_router: Callable[..., Router]) -> None:
-    router = make_router()
-    router.weight.data.zero_()
-    routing = router(torch.randn(40, 16)).routing
-    assert routing.balance.item() == pytest.approx(3.0)
-    assert routing.entropy.item() == pytest.approx(math.log(12))
 
 
 def test_the_loss_of_a_model_has_the_auxiliary_losses_with_their_weights(make_decoder: Callable[..., Decoder]) -> None:

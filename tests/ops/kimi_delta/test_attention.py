@@ -21,19 +21,6 @@ from .inputs import NAMES, inputs, results, starts
 B, T = 3, 10
 
 
-def test_decoding_by_token_equals_the_sequence() -> None:
-    *arguments, state = (x.detach() for x in inputs(B, T, 2, 4, 3))
-    starts_bt = starts(B, T, 0.2)
-    for documents in (None, starts_bt):
-        expected = delta_attention(*arguments, state, documents)
-        last, outputs = state, []
-        for t in range(T):
-            token = [x[:, t : t + 1] for x in arguments]
-            y, last = delta_attention(*token, last, None if documents is None else documents[:, t : t + 1])
-            outputs.append(y)
-        torch.testing.assert_close((torch.cat(outputs, dim=1), last), expected)
-
-
 @pytest.mark.parametrize("t", [1, T])
 def test_the_dtypes_do_not_depend_on_the_length(t: int) -> None:
     *arguments, _ = (x.detach().bfloat16() for x in inputs(B, t, 2, 4, 3))

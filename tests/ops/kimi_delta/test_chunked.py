@@ -37,21 +37,10 @@ def test_long_sequences_equal_the_recurrence(t: int, share: float | None) -> Non
     assert_close(NAMES, results(chunked, arguments, documents), results(recurrence, arguments, documents), 1e-10)
 
 
-def test_without_a_state_the_first_one_is_zero() -> None:
-    *arguments, state = inputs(2, 9, 2, 4, 3)
-    expected = recurrence(*arguments, torch.zeros_like(state))
-    for function in (recurrence, chunked):
-        assert_close(NAMES, function(*arguments), expected, 1e-12)
-
-
 def test_a_batch_in_parts_equals_the_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PART", 2 * 9 * 2 * 4)
     arguments, documents = inputs(5, 9, 2, 4, 3), starts(5, 9, 0.2)
     assert_close(NAMES, results(chunked, arguments, documents), results(recurrence, arguments, documents), 1e-10)
-
-
-def test_the_gradients_are_those_of_finite_differences() -> None:
-    assert torch.autograd.gradcheck(chunked, inputs(1, 5, 1, 2, 2))
 
 
 @pytest.mark.parametrize("strongest", [0.1, 1000.0])
