@@ -9,6 +9,7 @@ import torch
 
 import depthlm
 from depthlm.__main__ import main
+from depthlm.accounting import count_parameters
 from depthlm.accounting.cost import MEASURED_MFU, flops_per_token, long_run_remark
 from depthlm.accounting.memory import MemoryEstimator
 from depthlm.accounting.summary import print_summary, summarize
@@ -17,35 +18,34 @@ from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
 from depthlm.runs.progress import hours_text
 
+from ..options import configuration
+
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", ["depthlm", *arguments])
     main()
 
 
-def test_json_has_the_documented_fields_and_the_tables_the_same_numbers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    overrides = ["model=vanilla", "size=lm1b", "backbone=lm1b", "training.max_tokens=32B"]
-    run(monkeypatch, "summary", "--json", *overrides)
+def test_json_has_the_documented_fields(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run(monkeypatch, "summary", "--json", "model=dca", "size=lm1b", "backbone=lm1b", "training.max_tokens=32B")
     summary = json.loads(capsys.readouterr().out)
-    assert summary["parameters"]["total"] == 49_646_890
-    assert sum(count for part, count in summary["parameters"].items() if part != "total") == 49_646_890
+    extra = 71_680 + 2 * 6 * 2 * 512
+    assert summary["extra"]["parameters"] == extra
+    assert summary["parameters"]["total"] == 49_646_890 + extra
+    assert sum(count for part, count in summary["parameters"].items() if part != "total") == 49_646_890 + extra
     assert summary["flops_per_token"] == 3 * summary["forward_flops_per_token"]
     assert set(summary["memory_per_gpu"]) == {"zero0", "zero1", "zero2", "zero3"}
     assert summary["tokens"] >= 32 * 10**9
-    print_summary(compose_anywhere([*overrides, "size.num_layers=1"]), 1, as_json=False)
-    text = capsys.readouterr().out
-    assert f"{summary['parameters']['embedding']:,}" in text
-    assert "zero3" in text
 
 
 def test_gpu_hours_follow_from_the_flops_and_the_stated_assumption(capsys: pytest.CaptureFixture[str]) -> None:
     config = compose_anywhere(["size=micro", "training.max_tokens=1T", "price=3"])
-    flops = flops_per_token(depthlm.build_model(config, "meta"), config.training.sequence_length).training
-    hours = flops * 1e12 / (0.399 * 989e12) / 3600
+    model = depthlm.build_model(config, "meta")
+    hours = flops_per_token(model, config.training.sequence_length).training * 1e12 / (0.399 * 989e12) / 3600
     print_summary(config, 4, as_json=False)
     printed = re.sub(" +", " ", capsys.readouterr().out)
+    assert f"{count_parameters(model)['embedding']:,}" in printed
+    assert "zero3" in printed
     assert "run, GPU hours 1.1 (16 min on 4) on H100 GPUs at 39.9% of their 989 TFLOP/s, as vanilla reached" in printed
     assert f"run, cost ${3 * hours:.2f} at $3.00 per GPU hour" in printed
     print_summary(compose_anywhere(["size=micro", "training.max_epochs=2"]), 4, as_json=False)
@@ -57,24 +57,14 @@ def test_gpu_hours_follow_from_the_flops_and_the_stated_assumption(capsys: pytes
 def test_a_sweep_has_a_line_per_point_and_the_total(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = [
-        "size=micro",
-        "size.num_layers=2",
-        "model=vanilla,mudd",
-        "seed=1,2",
-        "training.max_tokens=100B",
-        "price=2",
-    ]
-    run(monkeypatch, "summary", *overrides, "--json")
+    small, length = ["size=micro", "size.num_layers=2"], ["training.max_tokens=100B", "price=2"]
+    run(monkeypatch, "summary", *small, "model=vanilla,mudd", *length, "--json")
     costs = json.loads(capsys.readouterr().out)
-    single = [
-        summarize(compose_anywhere([*overrides[:2], f"model={name}", *overrides[4:]]), 1)
-        for name in ("vanilla", "mudd")
-    ]
+    single = [summarize(compose_anywhere([*small, f"model={name}", *length]), 1) for name in ("vanilla", "mudd")]
     for name in ("gpu_hours", "tokens", "steps", "flops_per_token"):
-        assert [cost[name] for cost in costs] == [summary[name] for summary in single for _ in range(2)]
-    total = sum(cost["gpu_hours"] for cost in costs)
-    run(monkeypatch, "summary", "-m", *overrides)
+        assert [cost[name] for cost in costs] == [summary[name] for summary in single]
+    total = 2 * sum(cost["gpu_hours"] for cost in costs)
+    run(monkeypatch, "summary", "-m", *small, "model=vanilla,mudd", "seed=1,2", *length)
     printed = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "vanilla, seed 2" in printed
     assert f"4 points: {hours_text(total)} GPU hours, ${2 * total:,.2f} at $2.00 per GPU hour" in printed
@@ -87,13 +77,13 @@ def test_hours_assume_what_a_gpu_reached() -> None:
 
 
 def test_a_run_of_millions_of_steps_gets_a_remark() -> None:
-    assert long_run_remark(compose_anywhere(["training.max_steps=1M"])) == ""
-    remark = long_run_remark(compose_anywhere(["size=1.5b", "training.max_tokens=50B", "training.batch_size=8"]))
+    assert long_run_remark(configuration("training.max_steps=1M")) == ""
+    remark = long_run_remark(configuration("size=1.5b", "training.max_tokens=50B", "training.batch_size=8"))
     assert remark.startswith("16,384 tokens a step are few")
 
 
 def test_the_largest_micro_batch_fits_a_gpu_and_one_more_sequence_does_not() -> None:
-    config = compose_anywhere(["size=360m", "model=mhc", "size.num_layers=1", "training.batch_size=64"])
+    config = configuration("size=360m", "model=mhc", "size.num_layers=1", "training.batch_size=64")
     summary = summarize(config, 8)
     assert summary["memory_per_gpu"]["zero3"] < summary["memory_per_gpu"]["zero0"]
     estimator = MemoryEstimator(config, "cuda")
@@ -106,7 +96,7 @@ def test_the_largest_micro_batch_fits_a_gpu_and_one_more_sequence_does_not() -> 
 
 
 def test_what_activation_checkpointing_saves_and_computes_again() -> None:
-    config = compose_anywhere(["size=360m", "size.num_layers=4", "training.batch_size=64"])
+    config = configuration("size=360m", "size.num_layers=4", "training.batch_size=64")
     summary = summarize(config, 8)
     costs = summary["activation_checkpointing"]
     assert list(costs) == ["false", "selective", "2", "true"]
@@ -125,13 +115,29 @@ def test_what_activation_checkpointing_saves_and_computes_again() -> None:
 def test_a_decoder_that_cannot_be_traced_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("depthlm.model.Decoder.forward", lambda *_: torch.zeros(1, device="meta").item())
     with pytest.raises(UserError, match="vanilla cannot be traced"):
-        summarize(compose_anywhere(["size=micro"]), 8)
+        summarize(configuration("size=micro"), 8)
 
 
-def test_zero_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gpus", "0"], "must be at least 1"),
+        (["--io", "two_phase"], "options of --overhead"),
+        (["--chunk", "16"], "options of --overhead"),
+        (["--overhead", "--chunk", "0"], "must be at least 1"),
+        (["--overhead", "--pipeline", "P=2", "V=2"], "not allowed with"),
+        (["--overhead", "model=moda"], "leave it out"),
+        (["--overhead", "model/attention=moda"], "leave it out"),
+        (["--overhead", "model.connection.block_size=2"], "leave it out"),
+    ],
+)
+def test_options_are_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
     with pytest.raises(SystemExit) as caught:
-        run(monkeypatch, "summary", "--gpus", "0")
+        run(monkeypatch, "summary", *arguments)
     assert caught.value.code == 2
+    assert words in capsys.readouterr().err
 
 
 def test_experts_that_cannot_be_spread_over_the_gpus_are_refused() -> None:
