@@ -47,11 +47,10 @@ def composed(overrides: tuple[str, ...], config_dir: str | None, with_hydra: boo
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_command_in_the_card(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Export without the command that trains the model, which test_card checks: its shortest form takes a second."""
+def no_command_in_the_card() -> Iterator[None]:
+    """Export without the command that trains the model, which few tests read: its shortest form takes a second."""
     with pytest.MonkeyPatch.context() as patch:
-        if "card" not in request.module.__name__:
-            patch.setattr("depthlm.hugging_face.card.train_overrides", lambda _: None)
+        patch.setattr("depthlm.hugging_face.card.train_overrides", lambda _: None)
         yield
 
 

@@ -13,6 +13,7 @@ from matplotlib.image import imread
 
 import depthlm
 from depthlm.config import compose_anywhere
+from depthlm.config.reproduce import train_overrides
 from depthlm.config.saved import compare, load_config
 from depthlm.hugging_face import export
 
@@ -25,6 +26,12 @@ ENVIRONMENT = {
     "python": "3.11.7", "device": "a GPU", "world_size": 4, "command": ["/home/me/bin/python", "train.py"],
     "versions": {"depthlm": "0.1.0"}, "git": {"commit": "0123456789abcdef", "changed": True},
 }  # fmt: skip
+
+
+@pytest.fixture
+def with_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write the command that trains the model into the card."""
+    monkeypatch.setattr("depthlm.hugging_face.card.train_overrides", train_overrides)
 
 
 def write(run: Path, **files: object) -> None:
@@ -41,6 +48,7 @@ def card_of(run: Path, **options: str) -> ModelCard:
     return ModelCard((export(run, **options).folder / "README.md").read_text())  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("with_command")
 def test_the_card_of_a_complete_run(make_run: MakeRun) -> None:
     run = make_run("model=mhc", "seed=7", with_hydra=True)
     write(run, metrics=ROWS[:1], summary={"steps": 1, "unigram_entropy": 6.0}, environment=ENVIRONMENT)
@@ -110,6 +118,7 @@ def test_a_run_that_lacks_files_is_exported_with_a_shorter_card(make_run: MakeRu
     assert 'AutoModelForCausalLM.from_pretrained("path/to/this/folder")\n' in card.text
 
 
+@pytest.mark.usefixtures("with_command")
 def test_a_corpus_of_the_hub_is_named_and_no_path_of_this_machine_is(make_run: MakeRun) -> None:
     run = make_run(
         "data=fineweb_edu", "data.tokenizer=bytes", "data.source=/home/me/secret/mirror", "init_from=/srv/old",
@@ -126,6 +135,7 @@ def test_a_corpus_of_the_hub_is_named_and_no_path_of_this_machine_is(make_run: M
     assert "/srv" not in card.content
 
 
+@pytest.mark.usefixtures("with_command")
 def test_a_mechanism_without_an_option_is_described_by_its_docstring(
     tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,9 +61,9 @@ MECHANISMS = {
     for connection, attention, backbone in zip(FILES["connection"], cycle(FILES["attention"]), cycle(BACKBONES))
 }  # fmt: skip
 CASES = NATIVE | OTHERS | MECHANISMS
-OWN, EDITED = "of a reader", "of a reader, edited since"
+OWN = "of a reader, edited since"
 # in the default suite: a native type, a connection, an attention, and a mechanism of a reader
-DEFAULT = {"vanilla, olmo2", "delta and attention", "dca", OWN, EDITED}
+DEFAULT = {"vanilla, olmo2", "delta and attention", "dca", OWN}
 TEXTS = ["the depth", "a<|endoftext|>b", "naïve"]
 PARTS = {
     "connection": '''"""A connection in two files."""
@@ -130,11 +130,9 @@ def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         models, requests = {}, {}
         tokens = torch.randint(0, 256, (3, 14), generator=torch.Generator().manual_seed(0))
         tokens[:, 4], tokens[0, 9] = 256, 256
-        if EDITED in wanted:
-            runs[EDITED] = write_run(root / "edited", "model/connection=own", config_dir=str(root / "conf"))
         for name, run in runs.items():
-            trust = ["own_mechanism"] if name in (OWN, EDITED) else []
-            if name == EDITED:
+            trust = ["own_mechanism"] if name == OWN else []
+            if name == OWN:
                 (own / "own_scale.py").write_text(PARTS["scale"].replace("sqrt(factor)", "sqrt(factor) / 3"))
                 for module in [module for module in sys.modules if module.startswith("own_mechanism")]:
                     del sys.modules[module]
@@ -159,7 +157,7 @@ def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return {name: Case(models[name], Path(requests[name]["folder"]), answers[name], tokens) for name in runs}
 
 
-@pytest.fixture(params=marked([*CASES, OWN, EDITED]))
+@pytest.fixture(params=marked([*CASES, OWN]))
 def case(cases: dict[str, Case], request: pytest.FixtureRequest) -> Case:
     return cases[request.param]
 

@@ -135,13 +135,6 @@ def test_a_run_starts_from_a_folder_also_with_another_mechanism(
     assert f"weights imported from {folder}" in output
     assert "the weights are from model vanilla, this run trains dca" in output
     assert first[0] == pytest.approx(first[1], rel=1e-5)
-    # the run can be exported and read back
-    written = export(tmp_path / "vanilla", tmp_path / "again")
-    assert written.native
-    state = load_file(tmp_path / "vanilla/checkpoints/step-00000001/model.safetensors")
-    again = load_weights(read_pretrained(written.folder))
-    assert again.keys() == state.keys()
-    assert all(torch.equal(again[name], state[name]) for name in state)
 
 
 def test_every_difference_is_reported_with_the_overrides_that_fix_it(
