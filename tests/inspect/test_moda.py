@@ -77,21 +77,6 @@ def test_maps_equal_a_literal_softmax(build: Build, arrays: Find, settings: list
     np.testing.assert_allclose(found["moda_depth_total"], total, atol=1e-5)
 
 
-def test_zero_queries_attend_uniformly(build: Build, arrays: Find) -> None:
-    model = build("model=moda")
-    for layer in model.layers:
-        layer.attention.q_proj.weight.zero_()
-        layer.attention.q_proj.bias.zero_()
-    found = arrays(model)
-    for layer in range(4):
-        entries = 2 * layer
-        alike = np.mean([1 / (seen + entries) for seen in range(1, 13)])
-        np.testing.assert_allclose(found["moda_depth_share"][layer, :, :layer], alike, rtol=1e-5)
-        row = found[f"moda_maps_{layer}"][:, 5]
-        np.testing.assert_allclose(row[:, [*range(6), *range(12, 12 + entries)]], 1 / (6 + entries), rtol=1e-5)
-        assert not row[:, 6:12].any()
-
-
 def test_only_attention_entries_and_no_entries(build: Build, arrays: Find) -> None:
     share = arrays(build("model=moda", "model.attention.ffn_kv=false"))["moda_depth_share"]
     assert np.isfinite(share[3, 0, :3]).all()

@@ -271,20 +271,6 @@ def test_mechanisms_with_a_single_source_are_drawn(build: Build, arrays: Find) -
     same(arrays(one)["depth_attention_weights"].mean(-1), [[1]])
 
 
-def test_a_pair_has_the_pictures_of_both_mechanisms(build: Build) -> None:
-    model = build("model/attention=depth_attention", "model/connection=mhc")
-    pictures, messages = collect(model, [TOKENS])
-    assert [picture.name for picture in pictures] == [
-        "mhc_res",
-        "mhc_res_gain",
-        "mhc_pre",
-        "mhc_post",
-        "mhc_distance",
-        "depth_attention_weights",
-    ]
-    assert messages == []
-
-
 @pytest.mark.parametrize("connection", sorted(path.stem for path in (CONF / "model/connection").glob("*.yaml")))
 def test_the_sources_of_a_picture_are_not_those_of_the_batch(connection: str) -> None:
     config = composed()
