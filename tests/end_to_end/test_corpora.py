@@ -14,7 +14,7 @@ import pytest
 
 from depthlm import compose
 from depthlm.config import prepare_command
-from depthlm.data import DataError, Manifest, Tokenizer, check_prepared, prepare, token_folders, verify
+from depthlm.data import DataError, Manifest, check_prepared, prepare, token_folders, verify
 from depthlm.locations import REPOSITORY
 from depthlm.runs.records import read_metrics
 
@@ -238,12 +238,6 @@ def test_a_validation_set_may_come_from_the_hub(hub: FakeHub, mirrors: Mirrors, 
         assert Manifest.read(folders[name]).train.tokens == 0
         _, held_out = corpus.documents(next(iter(corpus.parts)), FRACTION)
         assert documents_of(folders[name], f"validation-{name}") == held_out
-
-
-def test_text_that_contains_an_end_of_text_token_stays_text(mirrors: Mirrors) -> None:
-    tokenizer = Tokenizer.load(mirrors.tokenizer("google-t5/t5-base"))
-    assert tokenizer.end_of_text == 1
-    assert 1 not in tokenizer.encode_batch(["the </s> letter"])[0]
 
 
 def test_a_small_max_tokens_without_a_held_out_split_still_holds_out_a_document(

@@ -2,14 +2,13 @@ import gzip
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 import depthlm
 from depthlm.config import prepare_command
 from depthlm.data import DataError, check_prepared, prepare
-from depthlm.data.preparation.estimate import BYTES_PER_CORE_SECOND, check_disk_space, estimate
+from depthlm.data.preparation.estimate import BYTES_PER_CORE_SECOND, estimate
 from depthlm.data.settings import Data, Source
 
 Local = Callable[..., Data]
@@ -76,13 +75,6 @@ def test_training_refuses_a_large_or_unknown_corpus_and_prints_the_command_that_
         check_prepared(
             local(tokenizer="bytes", validation={"further": Source(source=local().source)}), lambda: "prepare it"
         )
-
-
-def test_too_little_disk_space_is_an_error(local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check_disk_space("local", local(), local(), tmp_path) is not None
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=999))
-    with pytest.raises(DataError, match="and 999 bytes are free"):
-        check_disk_space("local", local(), local(), tmp_path)
 
 
 @pytest.mark.parametrize(
