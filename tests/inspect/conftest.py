@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import depthlm
 from depthlm.config import Config
 from depthlm.inspect import collect
 from depthlm.model import Decoder, initialize
+from depthlm.training import train
 
 from ..options import configuration
 from ..pictures import quick_pictures, rendered
@@ -55,3 +57,18 @@ def arrays() -> Callable[..., Arrays]:
         return {name: array for picture in pictures for name, array in picture.arrays.items()}
 
     return find
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, corpus_folder: Path, token_folder: Path) -> Path:
+    """The directory of a run that combines two mechanisms."""
+    folder = tmp_path_factory.mktemp("runs") / "pair"
+    settings = [
+        "model/connection=attention_residuals", "model/attention=moda", "size=micro", "data=local",
+        f"data.source={corpus_folder}", f"data.path={token_folder}", "data.tokenizer=bytes", "tracker=none",
+        "data.validation_fraction=0.1", "precision=fp32", "training.sequence_length=32", "training.batch_size=4",
+        "training.max_steps=2", "training.log_blocks_every=2", "training.num_threads=1", "training.sample=null",
+        f"output_dir={folder}",
+    ]  # fmt: skip
+    assert train(depthlm.compose(settings)) == 0
+    return folder

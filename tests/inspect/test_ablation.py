@@ -28,9 +28,8 @@ from depthlm.runs.checkpoints import newest_checkpoint
 from depthlm.training.checkpoint.restoring import needs_repartition
 
 from .conftest import TOKENS, composed
-from .test_command import inspect, refused, trained
+from .test_command import inspect, refused
 
-__all__ = ["trained"]
 Build = Callable[..., Decoder]
 BATCHES: list[Batch] = [(TOKENS[:2, :-1], TOKENS[:2, 1:]), (TOKENS[2:, :-1], TOKENS[2:, 1:])]
 

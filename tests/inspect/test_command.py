@@ -9,31 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-import depthlm
 from depthlm.__main__ import main
 from depthlm.inspect.command import sublayer_norm_picture, windows
-from depthlm.training import train
 
 ROWS = [
     {"step": step, "attention_output": [1.0, 2.0 * step], "mlp_output": [0.5, 0.25]}
     | {"attention_gradient": [1e-3, 1e-4], "mlp_gradient": [None, 1e-5]}
     for step in (1, 5, 10)
 ]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, corpus_folder: Path, token_folder: Path) -> Path:
-    """The directory of a run that combines two mechanisms."""
-    folder = tmp_path_factory.mktemp("runs") / "pair"
-    settings = [
-        "model/connection=attention_residuals", "model/attention=moda", "size=micro", "data=local",
-        f"data.source={corpus_folder}", f"data.path={token_folder}", "data.tokenizer=bytes", "tracker=none",
-        "data.validation_fraction=0.1", "precision=fp32", "training.sequence_length=32", "training.batch_size=4",
-        "training.max_steps=2", "training.log_blocks_every=2", "training.num_threads=1", "training.sample=null",
-        f"output_dir={folder}",
-    ]  # fmt: skip
-    assert train(depthlm.compose(settings)) == 0
-    return folder
 
 
 def inspect(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
