@@ -2,8 +2,6 @@
 
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -19,6 +17,7 @@ from depthlm.data.preparation import parts
 from depthlm.data.preparation.parts import Part
 from depthlm.data.settings import Data
 
+from ...forks import Forks
 from .preparing import content, left_over
 
 Local = Callable[..., Data]
@@ -190,7 +189,7 @@ def test_a_part_that_is_damaged_again_while_it_is_joined_is_an_error(
     assert content(prepare(data)["local"]) == whole
 
 
-def test_parts_at_the_same_time(local: Local, text_folder: Path) -> None:
+def test_parts_at_the_same_time(local: Local, text_folder: Path, forks: Forks) -> None:
     whole = content(prepare(local(path="whole"))["local"])
     code = (
         "import sys; from depthlm.config.schema import Data; from depthlm.data import prepare\n"
@@ -199,8 +198,9 @@ def test_parts_at_the_same_time(local: Local, text_folder: Path) -> None:
         "part=Part(int(sys.argv[2]), 2))"
     )
     # one of them twice, as a requeued job might run beside the one that it replaces
-    processes = [subprocess.Popen([sys.executable, "-c", code, text_folder, str(n)]) for n in (0, 1, 1)]
-    assert [process.wait(120) for process in processes] == [0] * 3
+    processes = [forks.start(["-c", code, text_folder, str(n)], cwd=Path.cwd()) for n in (0, 1, 1)]
+    outputs = [process.communicate(120)[0] for process in processes]
+    assert [process.wait() for process in processes] == [0] * 3, outputs
     assert content(token_folders(local())["local"]) == whole
 
 

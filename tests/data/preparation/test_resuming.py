@@ -7,8 +7,6 @@ import random
 import re
 import resource
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -275,7 +273,7 @@ def test_after_a_bad_line_preparing_resumes_from_the_last_complete_file(
 
 
 def test_preparing_resumes_after_a_full_disk(
-    local: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    local: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], forks: Forks
 ) -> None:
     monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
     data = local(shard_tokens=500, path="tokens")
@@ -302,8 +300,7 @@ try:
 except DataError as error:
     print(error)
 """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    done = forks.run(["-c", code], cwd=Path.cwd(), timeout=60)
     assert "cannot prepare token files" in done.stdout
     assert "File too large" in done.stdout
     assert "Traceback" not in done.stderr
