@@ -2,10 +2,13 @@
 
 from collections.abc import Iterable
 
+import pytest
 import torch
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# in Triton's interpreter, programs run one after the other
+in_parallel = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

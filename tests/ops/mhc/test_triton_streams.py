@@ -11,7 +11,7 @@ from depthlm.ops.hyper_connections.naive import hyper_post_pre
 from depthlm.ops.mhc.cpu import PAPER, Form, Parameters, Pending
 from depthlm.ops.mhc.naive import mhc_post_pre
 
-from ..inputs import DEVICE, assert_close, low
+from ..inputs import DEVICE, assert_close, in_parallel, low
 
 mhc_triton = pytest.importorskip("depthlm.ops.mhc.triton")
 hyper_triton = pytest.importorskip("depthlm.ops.hyper_connections.triton")
@@ -194,9 +194,10 @@ def test_large_logits_stay_finite() -> None:
     torch.testing.assert_close(found[3].sum(-1), torch.ones_like(found[3][..., 0]))
 
 
+@in_parallel
 @of_both
 def test_results_are_bitwise_reproducible(kind: str) -> None:
-    inputs = in_fp32(kind, 2, 8, 9 if DEVICE == "cuda" else 2)
+    inputs = in_fp32(kind, 2, 8, 9)
     assert all(map(torch.equal, *(results(kind, "triton", inputs, iterations=3) for _ in range(2))))
 
 
