@@ -125,11 +125,11 @@ def test_a_document_longer_than_a_token_file_and_a_batch_stays_one_document(
     local: Local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = prepare(local(tokenizer="bytes", path="whole"))["local"]
-    monkeypatch.setattr("depthlm.data.preparation.encode.LONGEST", 30)
-    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 60)
-    cut = prepare(local(tokenizer="bytes", path="cut", shard_tokens=50))["local"]
+    monkeypatch.setattr("depthlm.data.preparation.encode.LONGEST", 100)
+    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
+    cut = prepare(local(tokenizer="bytes", path="cut", shard_tokens=200))["local"]
     parts = [content(cut)[shard.name] for shard in Manifest.read(cut).train.files]
-    assert len(parts[0]) == 2 * 50
+    assert len(parts[0]) == 2 * 200
     assert b"".join(parts) == content(whole)["train-00000.bin"]
     assert Manifest.read(cut).train.documents == Manifest.read(whole).train.documents
 
