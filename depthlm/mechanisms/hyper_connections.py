@@ -28,10 +28,14 @@ COLLAPSES = ("mean", "sum", "learned")
 
 
 class State(NamedTuple):
-    """streams: X_btnd before the pending write. A write is deferred: one operator performs it and the next read."""
+    """streams: X_btnd before the pending write. A write is deferred: one operator performs it and the next read.
+
+    next_pre: the weights with which the next sublayer reads, where those of its own streams are for the one after it.
+    """
 
     streams: Tensor
     pending: Pending | None = None
+    next_pre: Tensor | None = None
 
     def written(self) -> Tensor:
         """Return X_btnd, with the pending write applied."""
@@ -39,11 +43,12 @@ class State(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What the deferred write needs: X_btnd of the read, and its maps."""
+    """What the deferred write needs: X_btnd of the read, and its maps. next_pre: as in the state."""
 
     streams: Tensor
     post_btn: Tensor
     res_btij: Tensor | None
+    next_pre: Tensor | None = None
 
 
 class HyperConnections(Connection):

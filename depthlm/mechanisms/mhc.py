@@ -12,14 +12,14 @@ X_btnd are n streams of width D, as in hyper_connections, which start as copies 
              `-> H_res X ----------------------------'
 
 Models ship with forms of it: DeepSeek-V4 and GLM-5 without a weight of the norm, with an epsilon in the maps, Hunyuan
-V4 with the identity as H_res. The settings below give each of them.
+V4 with the identity as H_res, DeepSeek-V4.1 with the H_pre of the sublayer before. The settings below give each form.
 
 Shapes: b batch, t tokens, n streams (i new, j old), d hidden size.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from depthlm.mechanisms.hyper_connections import (
 )
 from depthlm.model.connection import Connection, Cost, Inputs
 from depthlm.model.figures import Figure
-from depthlm.model.settings import at_least, boolean, check, number, one_of
+from depthlm.model.settings import at_least, check, number, one_of
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.mhc.cpu import Form, Maps, Parameters, Pending, mhc_maps, normed_projection, read_streams
 from depthlm.ops.mhc.naive import mhc_post_pre
@@ -67,10 +67,11 @@ class ManifoldHyperConnections(Connection):
         diagonal; zero: alpha = 1, and the biases are zero; identity: alpha = 0, and the biases allow for post_scale,
         pre_eps and post_eps, so that they initially equal vanilla, but for res_eps, by which each sublayer reduces
         the streams.
-    collapse: as in HyperConnections, or gated: sum_i (sigmoid(m) + pre_eps)_i X_i, with m as above, of its own
-        parameters.
-    lagged: whether the maps are those of the streams before the newest write, except in the first sublayer. Reported of
-        DeepSeek-V4.1, not verified.
+    collapse: as in HyperConnections; gated: sum_i (sigmoid(m) + pre_eps)_i X_i, with m as above, of its own parameters;
+        or last, with read=previous: by the H_pre of the last sublayer.
+    read: own; or previous: a sublayer reads with the H_pre of the sublayer before it, and the first one reads stream 0.
+        H_post and H_res are its own. So a write and the next read need one pass over the streams (DeepSeek-V4.1:
+        huggingface/transformers, pull request 48721).
     """
 
     colour = "#CC79A7"
@@ -93,18 +94,20 @@ class ManifoldHyperConnections(Connection):
         post_eps: float = 0.0,
         res_eps: float = 0.0,
         start: str = "vanilla",
-        lagged: bool = False,
+        read: str = "own",
     ):
         super().__init__(spec, size, backbone)
         check(
             at_least(1, num_streams=num_streams, iterations=iterations),
-            one_of((*COLLAPSES, "gated"), collapse=collapse),
+            one_of((*COLLAPSES, "gated", "last"), collapse=collapse),
             one_of(("sinkhorn", "identity"), residual=residual),
             one_of(("weighted", "plain"), norm=norm),
             number(0.0, post_scale=post_scale, pre_eps=pre_eps, post_eps=post_eps, res_eps=res_eps),
             one_of(START_OF_ALPHA, start=start),
-            boolean(lagged=lagged),
+            one_of(("own", "previous"), read=read),
         )
+        if collapse == "last" and read == "own":
+            raise ValueError("collapse=last: needs read=previous, with which the last H_pre is left for the final read")
         if residual == "identity" and res_eps:
             raise ValueError(f"res_eps={res_eps:g}: residual=identity has no normalization to which it is added")
         if start == "identity":
@@ -121,13 +124,14 @@ class ManifoldHyperConnections(Connection):
         self.iterations = iterations
         self.eps = backbone.norm_eps
         self.form = Form(post_scale, pre_eps, post_eps, res_eps)
-        self.lagged = lagged
+        self.reads_previous = read == "previous"
         n, d = num_streams, size.hidden_size
         if spec.kind == "final":
             gated = collapse == "gated"
             self.collapse = GatedCollapse(n, d, start, self.eps, pre_eps) if gated else Collapse(n, collapse)
             # the scores read X, and the sum reads it and writes the input, where a mean reads X once
             self.cost = Cost(2.0 * n * d + 2.0 * n * n * d, float(n * d)) if gated else collapse_cost(n, d, collapse)
+            self.reads_previous = collapse == "last"
             return
         self.start = start
         self.widths = (n, n, n * n)[: 2 if residual == "identity" else 3]
@@ -158,12 +162,23 @@ class ManifoldHyperConnections(Connection):
                 res[0].view(n, n).fill_diagonal_(math.log(0.99))
 
     def open(self, embedding_btd: Tensor) -> State:
-        return State(copies(embedding_btd, self.num_streams))
+        streams = copies(embedding_btd, self.num_streams)
+        if not self.reads_previous:
+            return State(streams)
+        first_n = torch.eye(self.num_streams, dtype=embedding_btd.dtype, device=embedding_btd.device)[0]
+        return State(streams, next_pre=first_n.expand(streams.shape[:3]))
 
     def read(self, state: State, weights: Maps | Tensor | None = None) -> tuple[Inputs, Carry | None]:
         if self.spec.kind == "final":
+            if self.reads_previous:
+                weights = state.next_pre if weights is None else weights
+                return (read_streams(cast(Tensor, weights), state.written()),), None
             return (self.collapse(state.written(), weights),), None
-        if (self.lagged or self.edit is not None) and weights is None:
+        if state.next_pre is not None and weights is None:
+            maps = self.own_maps(state)
+            inputs, carry = read_with(maps._replace(pre_btn=state.next_pre), state)
+            return inputs, carry._replace(next_pre=maps.pre_btn)
+        if self.edit is not None and weights is None:
             weights = self.maps(state)
         if isinstance(weights, Maps):
             return read_with(weights, state)
@@ -181,12 +196,24 @@ class ManifoldHyperConnections(Connection):
     def weights(self, state: State) -> Maps | Tensor | None:
         if self.spec.kind == "final":
             # the weights of the others are constants
-            return self.collapse.stream_weights(state.written()) if isinstance(self.collapse, GatedCollapse) else None
+            is_constant = not self.reads_previous and isinstance(self.collapse, Collapse)
+            return None if is_constant else self.final_weights(state)
         return self.maps(state)
 
+    def final_weights(self, state: State) -> Tensor:
+        """Return the weight of each stream in the final read, w_btn."""
+        if self.reads_previous:
+            return cast(Tensor, state.next_pre)
+        return self.collapse.stream_weights(state.written())
+
     def maps(self, state: State) -> Maps:
-        """Return the maps of a sublayer."""
-        streams = state.streams if self.lagged else state.written()
+        """Return the maps with which a sublayer reads and writes."""
+        maps = self.own_maps(state)
+        return maps if state.next_pre is None else maps._replace(pre_btn=state.next_pre)
+
+    def own_maps(self, state: State) -> Maps:
+        """Return the maps that follow from the streams which a sublayer reads."""
+        streams = state.written()
         return edited_maps(self, mhc_maps(streams, self.map_parameters(), self.eps, self.iterations, self.form))
 
     def map_parameters(self) -> Parameters:
@@ -194,7 +221,7 @@ class ManifoldHyperConnections(Connection):
         return Parameters(self.phi, getattr(self, "norm", None), self.alpha, self.bias)
 
     def write(self, state: State, output_btd: Tensor, carry: Carry) -> State:
-        return State(carry.streams, Pending(output_btd, carry.post_btn, carry.res_btij))
+        return State(carry.streams, Pending(output_btd, carry.post_btn, carry.res_btij), carry.next_pre)
 
     def figures(self, state: State) -> Sequence[Figure]:
         return [] if self.spec.kind == "final" else map_figures(self.maps(state))
@@ -202,7 +229,7 @@ class ManifoldHyperConnections(Connection):
     def diagnostics(self, state: State, memory: dict[str, Any]) -> dict[str, Tensor]:
         """Return those of streams, and |sum - 1| of each row and column of H_res; rows are exact up to rounding."""
         if self.spec.kind == "final":
-            return final_diagnostics("mhc", self.collapse.stream_weights(state.written()), memory)
+            return final_diagnostics("mhc", self.final_weights(state), memory)
         maps = self.maps(state)
         found = stream_diagnostics("mhc", maps, memory)
         if maps.res_btij is None:

@@ -308,7 +308,7 @@ def test_mrla_has_its_gates_times_its_channel_weights(record: Any) -> None:
         # the others have matrices above, which need it
         *(f"model={name}" for name in ("mhc_deepseek_v4", "mhc_hunyuan_v4", "qwen4_exp", "mudd")),
         "model=attention_residuals_inkling2 model.connection.separate_qkv=[1]",
-        "model=mhc model.connection.lagged=true",
+        "model=mhc model.connection.read=previous model.connection.collapse=last",
         "model/connection=deepnorm backbone=lm1b",
         "model/connection=siamese_norm backbone=lm1b",
         "model/connection=deepnorm model.connection.form=keel",

@@ -235,15 +235,15 @@ def test_the_residual_map_of_streams_as_the_identity() -> None:
     parameters["w"][2:] = 0
     changed = {f"connections.1.{name}": parameter for name, parameter in parameters.items()}
     case.same(case.without(case.edge("mlp_0", 0)), case.literal(changed))
-    for lagged in (False, True):
-        case = Case(("mhc", {"num_streams": 2, "iterations": 3, "lagged": lagged}))
+    for read in ("own", "previous"):
+        case = Case(("mhc", {"num_streams": 2, "iterations": 3, "read": read}))
         rows = {"phi": 4, "bias": 4, "alpha": 2}
         changed = {
             f"connections.{s}.{name}": case.parameters[f"connections.{s}.{name}"][:count]
             for s in range(4)
             for name, count in rows.items()
         }
-        identity = "mhc", {"num_streams": 2, "residual": "identity", "lagged": lagged}
+        identity = "mhc", {"num_streams": 2, "residual": "identity", "read": read}
         case.same(case.without(*case.reads.all_edges()), case.literal(changed, identity))
 
 

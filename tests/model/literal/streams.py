@@ -18,21 +18,26 @@ def through_streams(
     num_streams: int,
     collapse: str,
     coefficients: Callable[[int, list[Tensor]], Coefficients],
-    lagged: bool = False,
+    reads_previous: bool = False,
 ) -> list[Tensor]:
-    """X <- H_res X + H_post^T f(H_pre X) over n streams that start as copies of the embedding."""
+    """X <- H_res X + H_post^T f(H_pre X) over n streams that start as copies of the embedding.
+
+    reads_previous: H_pre is that of the sublayer before; the first sublayer reads stream 0 (DeepSeek-V4.1).
+    """
     n = num_streams
-    x = before = [x_0] * n
+    x, previous = [x_0] * n, torch.eye(n, dtype=x_0.dtype)[0]
     for i in range(s):
-        _, post, res = coefficients(i, before if lagged else x)
-        before = x
+        own, post, res = coefficients(i, x)
+        previous = own
         if res is None:
             x = [x[a] + post[a] * f[i] for a in range(n)]
         else:
             x = [sum(res[a, b] * x[b] for b in range(n)) + post[a] * f[i] for a in range(n)]
     if s < 2 * m.depth:
-        pre, _, _ = coefficients(s, before if lagged else x)
+        pre = previous if reads_previous else coefficients(s, x)[0]
         return [weighted_sum(list(pre), x)]
+    if collapse == "last":
+        return [weighted_sum(list(previous), x)]
     if collapse == "gated":
         pre, _, _ = coefficients(s, x)
         return [weighted_sum(list(pre), x)]
@@ -80,11 +85,12 @@ def mhc(
     post_eps: float = 0.0,
     res_eps: float = 0.0,
     start: str = "vanilla",
-    lagged: bool = False,
+    read: str = "own",
 ) -> list[Tensor]:
     """arXiv 2512.24880: hyper-connections whose H_res is doubly stochastic and whose H_pre, H_post are positive.
 
-    DeepSeek-V4 and Hunyuan V4: epsilons, a norm without a weight, H_res = 1, a gated sum at the end.
+    DeepSeek-V4 and Hunyuan V4: epsilons, a norm without a weight, H_res = 1, a gated sum at the end. DeepSeek-V4.1: the
+    H_pre of the sublayer before.
     """
     n = num_streams
 
@@ -105,7 +111,7 @@ def mhc(
         res = alpha[2] * product[2 * n :] + bias[2 * n :]
         return pre, post, sinkhorn_knopp(res.view(n, n), iterations, res_eps)
 
-    return through_streams(m, s, x_0, f, n, collapse, coefficients, lagged)
+    return through_streams(m, s, x_0, f, n, collapse, coefficients, read == "previous")
 
 
 def sinkhorn_knopp(logits: Tensor, iterations: int, eps: float = 0.0) -> Tensor:
