@@ -210,7 +210,7 @@ def main(command: str | None = None, arguments: list[str] | None = None, program
         if command.startswith("-"):
             _parser().parse_args([command])
     program = program or f"depthlm {command}"
-    from depthlm.exits import exit_on_mistake
+    from depthlm.commands.exits import exit_on_mistake
 
     run, given = COMMANDS.get(command), arguments or []
     if run is None:

@@ -20,6 +20,7 @@ from hydra.types import HydraContext, TaskFunction
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from depthlm.commands.exits import exit_on_mistake
 from depthlm.config import ConfigError
 from depthlm.config.arguments import read_arguments
 from depthlm.config.compose import compose_unchecked
@@ -28,7 +29,6 @@ from depthlm.config.keys import override_text
 from depthlm.config.names import by_name, normal_value
 from depthlm.counts import counted
 from depthlm.errors import UserError
-from depthlm.exits import exit_on_mistake
 from depthlm.fields import key
 from depthlm.files import replace_text
 from depthlm.locations import install_command

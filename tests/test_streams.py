@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table
 
+from depthlm.commands.exits import fail
 from depthlm.console import PlainConsole
 from depthlm.errors import UserError
-from depthlm.exits import fail
 from depthlm.locations import REPOSITORY
 from depthlm.streams import printable
 

@@ -15,6 +15,7 @@ from typing import NoReturn
 from omegaconf import DictConfig
 
 import depthlm
+from depthlm.commands.exits import exit_on_mistake
 from depthlm.commands.help import print_help
 from depthlm.config import Config, changes, run_of
 from depthlm.config.compose import compose
@@ -26,7 +27,6 @@ from depthlm.config.resolve import LENGTHS
 from depthlm.config.saved import config_text
 from depthlm.distributed.launchers import is_rank_0, ranks
 from depthlm.errors import UserError
-from depthlm.exits import exit_on_mistake
 from depthlm.locations import CONF
 from depthlm.run_directory import RunDirectory
 from depthlm.streams import continue_without_output, printable

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from depthlm.exits import exit_on_mistake
+from depthlm.commands.exits import exit_on_mistake
 
 
 def refusal(number: int) -> OSError:
