@@ -23,7 +23,7 @@ from benchmarks.shared.reporting import Results, arguments_of, headed, parser_of
 from depthlm.config import Config
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
-from depthlm.runs.manifest import sealed
+from depthlm.runs.manifest import seal
 from depthlm.training import train
 from depthlm.training.checkpoint.saving import Saver
 
@@ -105,7 +105,7 @@ def resuming(rounds: int, folder: Path) -> dict[str, Any]:
     shutil.copytree(folder / "first", folder / "later")
     checkpoint = folder / f"later/checkpoints/step-{FIRST:08d}"
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    (checkpoint / "manifest.json").write_text(json.dumps(sealed({**manifest, "step": LATER})))
+    (checkpoint / "manifest.json").write_text(json.dumps(seal({**manifest, "step": LATER})))
     checkpoint.rename(checkpoint.with_name(f"step-{LATER:08d}"))
     row = json.loads((folder / "first/metrics.jsonl").read_text().splitlines()[-1])
     rows = (json.dumps({**row, "step": step}) + "\n" for step in range(ROW_EVERY, LATER + 1, ROW_EVERY))

@@ -177,12 +177,12 @@ COMMANDS = {
 
 def _read(program: str, schema: type[Schema], words: list[str]) -> Schema:
     """Parse the key=value arguments of a command; --help lists its keys."""
-    from depthlm.config.arguments import described, read_arguments
+    from depthlm.config.arguments import describe_keys, read_arguments
 
     parser = argparse.ArgumentParser(
         prog=program,
         description=COMMANDS[program.split()[-1]].__doc__,
-        epilog=f"keys:\n{described(schema)}",
+        epilog=f"keys:\n{describe_keys(schema)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("arguments", nargs="*", metavar="key=value")
@@ -220,10 +220,10 @@ def main(command: str | None = None, arguments: list[str] | None = None, program
 
 
 def _refuse(command: str) -> None:
-    from depthlm.config.errors import listed, nearest
+    from depthlm.config.errors import join_names, nearest
     from depthlm.errors import UserError
 
-    raise UserError(f"{command}: no such command; allowed: {listed(COMMANDS)}{nearest(command, COMMANDS)}")
+    raise UserError(f"{command}: no such command; allowed: {join_names(COMMANDS)}{nearest(command, COMMANDS)}")
 
 
 def _complete(command: str | None) -> bool:

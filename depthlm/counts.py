@@ -46,7 +46,7 @@ def count_text(number: float) -> str:
     return f"{number:g}"
 
 
-def counted(number: int, unit: str) -> str:
+def format_count(number: int, unit: str) -> str:
     """Format a number of things: `1 rank`, `2 ranks`."""
     return f"{number} {unit}{'' if number == 1 else 's'}"
 
@@ -61,7 +61,7 @@ def duration_text(seconds: float) -> str:
     if minutes < 24 * 60:
         return f"{minutes // 60} h" + (f" {minutes % 60} min" if minutes % 60 else "")
     hours = round(seconds / 3600)
-    days = counted(hours // 24, "day")
+    days = format_count(hours // 24, "day")
     return f"{days} {hours % 24} h" if hours % 24 else days
 
 

@@ -27,7 +27,7 @@ from depthlm.config.compose import compose_unchecked
 from depthlm.config.hydra_context import config_dir_of, open_names
 from depthlm.config.keys import override_text
 from depthlm.config.names import by_name, normal_value
-from depthlm.counts import counted
+from depthlm.counts import format_count
 from depthlm.errors import UserError
 from depthlm.fields import key
 from depthlm.files import replace_text
@@ -107,7 +107,7 @@ class OptunaSweeper(Sweeper):
         best = study.best_trial
         results = {"name": "optuna", "best_params": best.params, "best_value": best.value}
         replace_text(self.results, yaml.safe_dump(results, sort_keys=False))
-        trials_text, settings = counted(len(study.trials), "trial"), " ".join(_settings(best.params))
+        trials_text, settings = format_count(len(study.trials), "trial"), " ".join(_settings(best.params))
         print(f"{trials_text}; the best loss is {best.value:.4f} with {settings}")
 
     def _read_axes(self, overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:

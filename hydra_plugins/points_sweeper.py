@@ -34,7 +34,7 @@ class PointsSweeper(Sweeper):
         from depthlm.config.names import by_name, experiment_of, normal_value
         from depthlm.report.command import show_results
         from depthlm.runs.records import COMPLETE, FAILED, WAITING, read_run
-        from depthlm.sweeps.best import undecided
+        from depthlm.sweeps.best import find_undecided
         from depthlm.sweeps.table import print_points
 
         def diverged(point: Point) -> bool:
@@ -62,6 +62,6 @@ class PointsSweeper(Sweeper):
         is_trained = normal_value("dry_run", by_name(arguments).get("dry_run", "false")) == "false"
         if is_trained and len(points) > 1 and experiments == {experiment_of(arguments)}:
             show_results(arguments, self.config_dir)
-        if failed or any(not group.waits for group in undecided(points)):
+        if failed or any(not group.waits for group in find_undecided(points)):
             sys.exit(1)
         return done

@@ -10,7 +10,7 @@ import pytest
 
 from depthlm.build import load_checkpoint, with_weights
 from depthlm.files import digest
-from depthlm.runs.manifest import sealed
+from depthlm.runs.manifest import seal
 
 from .hugging_face.conftest import make_run
 
@@ -24,7 +24,7 @@ def replace_by_the_next(checkpoint: Path) -> None:
     manifest["step"] += 1
     new = checkpoint.with_name(f"step-{manifest['step']:08d}")
     shutil.copytree(checkpoint, new)
-    (new / "manifest.json").write_text(json.dumps(sealed(manifest)))
+    (new / "manifest.json").write_text(json.dumps(seal(manifest)))
     shutil.rmtree(checkpoint)
 
 

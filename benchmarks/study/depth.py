@@ -17,7 +17,7 @@ from benchmarks.study.differences import (
     with_interval,
 )
 from depthlm.report.choice import Group, groups_of
-from depthlm.report.rows import Measured, by_seed, measured, over_seeds, pooled, student_t
+from depthlm.report.rows import Measured, by_seed, measure_column, over_seeds, pool_deviations, student_t
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Cell, Table, cells, number_text
 from depthlm.runs.records import FAILED
@@ -207,7 +207,7 @@ def by_depth(study: Study, gaps: Gaps, level: float = 0.95) -> list[Difference |
 def pooled_depths(study: Study, gaps: Gaps) -> list[Measured | None]:
     """Return the mean of gaps at each depth, with the deviation over seeds pooled over the depths."""
     each_depth = [[gap for (layers, _), gap in gaps.items() if layers == each] for each in study.layers]
-    return pooled([over_seeds(values) for values in each_depth])
+    return pool_deviations([over_seeds(values) for values in each_depth])
 
 
 def over_depths(study: Study, gaps: Gaps, level: float = 0.95) -> Difference | None:
@@ -356,6 +356,6 @@ def chosen_rates(sweep: Sweep) -> Table:
 def _chosen_cell(group: Group | None) -> Cell:
     if group is None or group.chosen is None:
         return Cell(DASH)
-    loss = measured(group.grid[group.chosen], group.column)
+    loss = measure_column(group.grid[group.chosen], group.column)
     text = f"{float(group.chosen[0] or 'nan'):g}, {number_text(None if loss is None else loss.mean, 3)}"
     return Cell(text, None in group.beside(0))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from depthlm.report.rows import Measured, Row, by_seed, difference, measured, over_seeds, pooled
+from depthlm.report.rows import Measured, Row, by_seed, difference, measure_column, over_seeds, pool_deviations
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Cell, number_text, signed_text
 
@@ -56,8 +56,8 @@ def relative_differences(
     column = sweep.first[1]
     log_ratios = [difference(row, reference, column, math.log) for row, reference in pairs]
     # without a common seed, there is nothing to pair
-    log_ratios = pooled([number if number is not None and number.count else None for number in log_ratios])
-    bases = [measured(reference, column) for _, reference in pairs]
+    log_ratios = pool_deviations([number if number is not None and number.count else None for number in log_ratios])
+    bases = [measure_column(reference, column) for _, reference in pairs]
     each = [
         None if base is None else with_interval(number, level, lambda log, loss=base.mean: loss * math.expm1(log))
         for number, base in zip(log_ratios, bases, strict=True)

@@ -21,8 +21,8 @@ from benchmarks.study.depth import (
 from benchmarks.study.differences import Difference
 from benchmarks.study.interventions import COSTS
 from depthlm.report.figures.scaling import BARS
-from depthlm.report.figures.style import mechanism_of, shaded, style_of
-from depthlm.report.rows import measured
+from depthlm.report.figures.style import mechanism_of, shade, style_of
+from depthlm.report.rows import measure_column
 from depthlm.report.sweep import Sweep
 from depthlm.runs.plots import MARKERS, grid, legend_below, save, subplots
 from depthlm.sweeps.point import Point
@@ -129,11 +129,11 @@ def draw_choices(sweep: Sweep, path: Path) -> None:
     for panel, model in zip(axes.flat, models, strict=False):
         for number, task in enumerate(tasks):
             group = groups[model, task]
-            numbers = {float(value[0] or 0): measured(row, group.column) for value, row in group.grid.items()}
+            numbers = {float(value[0] or 0): measure_column(row, group.column) for value, row in group.grid.items()}
             known = {rate: loss.mean for rate, loss in sorted(numbers.items()) if loss is not None}
             if known:
                 best = min(known.values())
-                look = {"color": shaded("#0072B2", 0.6 - 0.4 * number), "marker": MARKERS[number], "ms": 4, "lw": 1.3}
+                look = {"color": shade("#0072B2", 0.6 - 0.4 * number), "marker": MARKERS[number], "ms": 4, "lw": 1.3}
                 panel.plot([*known], [loss - best for loss in known.values()], label=task, **look)
         panel.set_xscale("log")
         panel.set_title(model, fontsize="small")

@@ -17,7 +17,7 @@ from depthlm.accounting.cost import count_parameters
 from depthlm.build import build_model
 from depthlm.config.experiment import Column
 from depthlm.config.schema import run_steps
-from depthlm.report.rows import Row, by_seed, measured
+from depthlm.report.rows import Row, by_seed, measure_column
 from depthlm.report.scaling_laws import NEEDS, VIEWS, curves, needed_text, savings
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Cell, Table, cells, number_text
@@ -80,7 +80,7 @@ def shapes(sweep: Sweep, label: str = "size") -> Table:
         heads = f"{size.num_heads} ({size.num_kv_heads})"
         shape = [size.num_layers, size.hidden_size, size.intermediate_size]
         length = [counts["total"], outside, steps, tokens]
-        flops = measured(row, compute)
+        flops = measure_column(row, compute)
         trillions = DASH if flops is None else number_text(flops.mean, 2)
         rest = [number_text(tokens / outside, 2), trillions, f"{config.optimizer.lr:g}"]
         texts = [*map(str, shape), heads, *(f"{number:,}" for number in length), *rest]
@@ -96,7 +96,7 @@ def costs(sweep: Sweep) -> Table:
         texts = []
         for size in values_of(sweep, "size"):
             rows = [row_of(sweep, model=name, size=size) for name in (model, "vanilla")]
-            pairs = [[measured(row, view) for row in rows] for view in VIEWS_WITH_TIME.values()]
+            pairs = [[measure_column(row, view) for row in rows] for view in VIEWS_WITH_TIME.values()]
             texts.append(", ".join(number_text(value.mean / base.mean, 2) for value, base in pairs if value and base))
         table.append(cells([model, *texts]))
     return Table(["times vanilla's", *values_of(sweep, "size")], table)
@@ -108,7 +108,7 @@ def losses(sweep: Sweep) -> Table:
     table: list[list[Cell]] = []
     for model in values_of(sweep, "model"):
         rows = (row_of(sweep, model=model, size=size) for size in sizes)
-        table.append(cells([model, *(with_deviation(measured(row, column)) for row in rows)]))
+        table.append(cells([model, *(with_deviation(measure_column(row, column)) for row in rows)]))
     return Table(["validation loss", *sizes], table)
 
 

@@ -16,8 +16,8 @@ from benchmarks.study.archive import RESULTS, rows_of
 from benchmarks.study.page import with_blocks
 from depthlm.config.experiment import VALIDATION_LOSS
 from depthlm.files import replace_text
-from depthlm.report.figures.style import shaded
-from depthlm.report.rows import Row, measured
+from depthlm.report.figures.style import shade
+from depthlm.report.rows import Row, measure_column
 from depthlm.report.tables import DASH, Cell, Table, markdown, number_text
 from depthlm.runs.plots import MARKERS, grid, save, subplots
 
@@ -65,7 +65,7 @@ def losses(rows: Sequence[Row], model: str, label: str, task: str) -> dict[str, 
         wanted = {"label": LABELS[0] if task == BASE else label, "task": task}
         return row.settings["model"] == model and wanted.items() <= row.parts.items()
 
-    known = {row.settings["optimizer.lr"]: measured(row, VALIDATION_LOSS) for row in rows if has(row)}
+    known = {row.settings["optimizer.lr"]: measure_column(row, VALIDATION_LOSS) for row in rows if has(row)}
     return {rate: number.mean for rate, number in known.items() if number is not None}
 
 
@@ -93,7 +93,7 @@ def draw_rates(rows: Sequence[Row], path: Path) -> None:
                 by_rate = losses(rows, "vanilla", label, task)
                 points = sorted((float(rate), loss) for rate, loss in by_rate.items())
                 x, y = [rate for rate, _ in points], [loss for _, loss in points]
-                style = {"color": shaded("#0072B2", 0.55 - 0.45 * number), "marker": MARKERS[number]}
+                style = {"color": shade("#0072B2", 0.55 - 0.45 * number), "marker": MARKERS[number]}
                 panel.plot(x, y, label=task, **style)
                 if points:
                     at, lowest = min(points, key=lambda point: point[1])

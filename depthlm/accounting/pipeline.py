@@ -21,7 +21,7 @@ from torch import Tensor
 
 from depthlm.accounting.cost import BYTES_PER_VALUE
 from depthlm.accounting.overhead import decoders, print_table, size_text
-from depthlm.counts import counted
+from depthlm.counts import format_count
 from depthlm.errors import UserError
 from depthlm.model import Decoder
 from depthlm.model.attention.context import AttentionContext
@@ -91,7 +91,7 @@ def print_pipeline(
         return
     title = (
         f"Bytes per token across the {schedule.chunks - 1} transitions of a pipeline, forward\n"
-        f"size {size}, {schedule.stages} stages with {counted(schedule.virtual, 'chunk')} of layers each\n"
+        f"size {size}, {schedule.stages} stages with {format_count(schedule.virtual, 'chunk')} of layers each\n"
     )
     rows = {
         name: {

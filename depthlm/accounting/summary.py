@@ -100,10 +100,10 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
     console.print(table)
     console.print(f"by training.activation_checkpointing, at ZeRO {config.deepspeed.stage}")
     table = Table("", *right_columns(*names, "FLOPs computed again"), box=box.SIMPLE)
-    for how, cost in summary["activation_checkpointing"].items():
+    for recompute, cost in summary["activation_checkpointing"].items():
         recomputed = cost["recomputed_flops_per_token"] / summary["flops_per_token"]
         sizes = _sizes(cost["largest_micro_batch_size"])
-        table.add_row(how, gib_text(cost["memory"]), *sizes, f"{recomputed:+.1%}" if recomputed else "none")
+        table.add_row(recompute, gib_text(cost["memory"]), *sizes, f"{recomputed:+.1%}" if recomputed else "none")
     console.print(table)
 
 
@@ -127,7 +127,7 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
     per_gpu = partial(memory_per_gpu, config, estimator, gpus, micro_batch_size)
     try:
         stages = {f"zero{stage}": per_gpu(stage, training.activation_checkpointing) for stage in range(4)}
-        choices = {how: per_gpu(config.deepspeed.stage, how) for how in CHOICES}
+        choices = {recompute: per_gpu(config.deepspeed.stage, recompute) for recompute in CHOICES}
     except UntracedError as error:
         raise UserError(str(error)) from None
     return {
@@ -150,12 +150,12 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
         "memory_per_gpu": {name: memory for name, (memory, _) in stages.items()},
         "largest_micro_batch_size": {name: sizes for name, (_, sizes) in stages.items()},
         "activation_checkpointing": {
-            str(how).lower(): {
+            str(recompute).lower(): {
                 "memory": memory,
                 "largest_micro_batch_size": sizes,
-                "recomputed_flops_per_token": round(recomputed_flops(model, how, training.sequence_length)),
+                "recomputed_flops_per_token": round(recomputed_flops(model, recompute, training.sequence_length)),
             }
-            for how, (memory, sizes) in choices.items()
+            for recompute, (memory, sizes) in choices.items()
         },
     }
 
@@ -188,32 +188,37 @@ def factor_rows(model: Decoder) -> list[dict[str, Any]]:
 
 
 def memory_per_gpu(
-    config: Config, estimator: MemoryEstimator, gpus: int, micro_batch_size: int, stage: int, how: bool | int | str
+    config: Config,
+    estimator: MemoryEstimator,
+    gpus: int,
+    micro_batch_size: int,
+    stage: int,
+    recompute: bool | int | str,
 ) -> tuple[float, dict[str, int | None]]:
     """Return the bytes that a micro-batch needs on each GPU, and the largest micro-batch by memory size of the GPU.
 
-    stage: of ZeRO. how: a value of training.activation_checkpointing. The largest micro-batch is in sequences, and None
-    if not even one sequence fits. Raises UntracedError.
+    stage: of ZeRO. recompute: a value of training.activation_checkpointing. The largest micro-batch is in sequences,
+    and None if not even one sequence fits. Raises UntracedError.
     """
     share = max(1, config.training.batch_size // gpus)
 
     def total(size: int) -> float:
-        return estimator.estimate(stage, gpus, size, max(1, share // size), how).total
+        return estimator.estimate(stage, gpus, size, max(1, share // size), recompute).total
 
     return total(micro_batch_size), {f"{gb}GB": largest(range(1, 2**16), gb * 1e9, total) for gb in GPUS}
 
 
-def recomputed_flops(model: Decoder, how: bool | int | str, sequence_length: int) -> float:
+def recomputed_flops(model: Decoder, recompute: bool | int | str, sequence_length: int) -> float:
     """Return the FLOPs per token that the backward pass computes again, besides element-wise operations.
 
-    how: a value of training.activation_checkpointing. With selective, only the kernels of the mechanism run again; its
-    PyTorch code repeats even less, since its matrix products are stored too.
+    recompute: a value of training.activation_checkpointing. With selective, only the kernels of the mechanism run
+    again; its PyTorch code repeats even less, since its matrix products are stored too.
     """
-    if how == "selective":
+    if recompute == "selective":
         return overhead(model).flops_per_token
     flops = flops_per_token(model, sequence_length)
     passes = model.loops * model.size.num_layers
-    layers = math.ceil(passes / int(how)) if how else 0
+    layers = math.ceil(passes / int(recompute)) if recompute else 0
     return (flops.forward - flops.head) * layers / passes
 
 

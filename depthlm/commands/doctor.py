@@ -23,7 +23,7 @@ from rich.table import Column, Table
 
 from depthlm.config import Config, compose
 from depthlm.console import stdout_console
-from depthlm.counts import counted, gib_text
+from depthlm.counts import format_count, gib_text
 from depthlm.errors import UserError
 from depthlm.locations import install_command
 from depthlm.machine.environment import device_name, installed_version, probe
@@ -119,9 +119,9 @@ def show(items: Sequence[Item]) -> None:
         table.add_row(f"[{color}]{item.state}[/]", item.name, escape(item.value) + remedy)
     console.print(table)
     problems, warnings = (sum(item.state == state for item in items) for state in (PROBLEM, WARNING))
-    noted = f", {counted(warnings, 'warning')}" if warnings else ""
+    noted = f", {format_count(warnings, 'warning')}" if warnings else ""
     if problems:
-        console.print(f"[bold red]A run would not start here: {counted(problems, 'problem')}{noted}.[/]")
+        console.print(f"[bold red]A run would not start here: {format_count(problems, 'problem')}{noted}.[/]")
     else:
         console.print(f"A run would start here{noted}.")
 

@@ -85,7 +85,7 @@ def show_topic(
         table = Table(topic, "", box=box.SIMPLE)
         default = raw.hydra.runtime.choices.get(topic)
         for option in groups[topic]:
-            words = escape(meaning(topic, option, config_dir))
+            words = escape(describe_option(topic, option, config_dir))
             table.add_row(option, f"{words} [dim](the default)[/dim]" if option == default else words)
         console.print(table)
         console.print(f"`--help {topic}={groups[topic][0]}` shows what an option sets.\n", markup=False)
@@ -93,7 +93,7 @@ def show_topic(
         console.print(key_table(topic_keys, raw))
 
 
-def meaning(group: str, option: str, config_dir: str | Path | None) -> str:
+def describe_option(group: str, option: str, config_dir: str | Path | None) -> str:
     """Return what an option is: the title of an experiment, and the comment at the top of the option's file."""
     file = option_file(group, option, config_dir)
     title = OmegaConf.select(OmegaConf.load(file), "experiment.title") if group == "experiment" else None
@@ -104,7 +104,7 @@ def show_option(console: Console, group: str, option: str, config_dir: str | Pat
     """Print what an option is and sets; for a mechanism, print the docstrings and settings of its classes."""
     file = option_file(group, option, config_dir)
     console.print(f"[bold]{group}={option}[/bold]  [dim]{escape(str(file))}[/dim]")
-    console.print(meaning(group, option, config_dir) + "\n", markup=False)
+    console.print(describe_option(group, option, config_dir) + "\n", markup=False)
     parts = {"model": ("connection", "attention"), "model/connection": ("",), "model/attention": ("",)}.get(group)
     if parts is None:
         text = "\n".join(line for line in file.read_text().splitlines() if not line.startswith("#"))

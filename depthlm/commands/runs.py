@@ -103,7 +103,7 @@ def remove_runs(root: Path, runs: Sequence[RunListing], *, only_checkpoints: boo
     removable = [removal for removal in planned if removal.kept is None]
     if not as_json:
         _show_removals(planned)
-        if removable and not yes and not _confirmed(len(removable)):
+        if removable and not yes and not _ask_to_confirm(len(removable)):
             print("Nothing was removed." if sys.stdin.isatty() else "Nothing was removed; --yes removes them.")
             return
     errors: list[str] = []
@@ -207,7 +207,7 @@ def _show_removals(planned: Sequence[Removal]) -> None:
     console.print(f"{len(removable)} to remove, {total} in all" if removable else "nothing to remove")
 
 
-def _confirmed(count: int) -> bool:
+def _ask_to_confirm(count: int) -> bool:
     """Return whether the user, asked on a terminal, types the number of folders; false without a terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return False

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from depthlm.config.errors import listed, nearest
+from depthlm.config.errors import join_names, nearest
 from depthlm.config.keys import Key, keys, override_text, split_list, validate
-from depthlm.counts import counted
+from depthlm.counts import format_count
 from depthlm.errors import UserError
 
 Arguments = TypeVar("Arguments")
@@ -33,22 +33,24 @@ def read_arguments(schema: type[Arguments], given: Sequence[str], prefix: str = 
                 hint = f"; did you mean `run={text}`?"
             errors.append(f"{prefix}{text}: not key=value{hint}")
         elif name not in known:
-            errors.append(f"{prefix}{text}: no such key; allowed: {listed(known)}{nearest(name, known)}")
+            errors.append(f"{prefix}{text}: no such key; allowed: {join_names(known)}{nearest(name, known)}")
         else:
             values[name] = None if value == "null" else split_list(value) if known[name].is_list else value
-    read, places = validate(schema, {key.name: "" for key in _required(schema)} | values)
+    read, places = validate(schema, {key.name: "" for key in _find_required(schema)} | values)
     for name in dict.fromkeys(place[0] for place in places if place[0] in values):
         close = nearest(str(values[name]), known[name].choices)
         errors.append(f"{prefix}{name}={override_text(values[name])}: must be {known[name].wanted}{close}")
-    errors += [f"{prefix}{key.name}=...: is missing: {key.doc}" for key in _required(schema) if key.name not in values]
+    errors += [
+        f"{prefix}{key.name}=...: is missing: {key.doc}" for key in _find_required(schema) if key.name not in values
+    ]
     if errors or read is None:
-        raise UserError("\n".join([f"{counted(len(errors), 'mistake')}:", *(f"  - {e}" for e in errors)]))
+        raise UserError("\n".join([f"{format_count(len(errors), 'mistake')}:", *(f"  - {e}" for e in errors)]))
     return read
 
 
-def described(schema: type) -> str:
+def describe_keys(schema: type) -> str:
     """Return one line per key, with its documentation and default, for --help."""
-    required = {key.name for key in _required(schema)}
+    required = {key.name for key in _find_required(schema)}
     defaults = {field.name: field.default for field in dataclasses.fields(schema)}
     lines = []
     for key in keys(schema).values():
@@ -59,7 +61,7 @@ def described(schema: type) -> str:
     return "\n".join(lines)
 
 
-def _required(schema: type) -> list[Key]:
+def _find_required(schema: type) -> list[Key]:
     fields = {field.name: field for field in dataclasses.fields(schema)}
     missing = dataclasses.MISSING
     return [

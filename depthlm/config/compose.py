@@ -26,7 +26,7 @@ from depthlm.config.from_run import (
     run_of,
 )
 from depthlm.config.hydra_context import Files, compose_raw, hydra_at_conf, ignored_files, keep_text, state_of_files
-from depthlm.config.keys import check_fields, replaced
+from depthlm.config.keys import check_fields, replace_values
 from depthlm.config.names import by_name, named_settings
 from depthlm.config.resolve import COMPOSING, resolve, resolve_saved
 from depthlm.config.saved import code_digests, compare, load_config, read_config
@@ -49,11 +49,11 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None)
     Raises ConfigError with all mistakes in the overrides; if there are none, with all mistakes across fields. Raises
     UserError for the run of somebody else that names paths, addresses or services.
     """
-    config, saved = _composed(overrides, config_dir)
+    config, saved = _compose_fields(overrides, config_dir)
     run = run_of(overrides)
     if run is not None and saved is not None:
         check_origin(run, saved, overrides)
-    return _checked_here(config, overrides, saved, config_dir)
+    return _resolve_here(config, overrides, saved, config_dir)
 
 
 def compose_anywhere(
@@ -63,9 +63,9 @@ def compose_anywhere(
 
     auto_precision: what precision=auto is there.
     """
-    config, saved = _composed(overrides, config_dir)
-    resolved = _resolved(config, overrides, saved, lambda config: auto_precision, config_dir)
-    return _checked(resolved.config, check_together(resolved.config, resolved.given))
+    config, saved = _compose_fields(overrides, config_dir)
+    resolved = _resolve(config, overrides, saved, lambda config: auto_precision, config_dir)
+    return _raise_errors(resolved.config, check_together(resolved.config, resolved.given))
 
 
 def compose_unchecked(overrides: Sequence[str], config_dir: str | Path | None = None) -> Config:
@@ -82,13 +82,13 @@ def compose_unchecked(overrides: Sequence[str], config_dir: str | Path | None = 
 @functools.lru_cache(maxsize=4096)
 def _compose_unchecked(overrides: tuple[str, ...], config_dir: Path | None, files: Files) -> Config:
     # a sweep asks again after each round of its runs
-    config, saved = _composed(overrides, config_dir)
-    return _resolved(config, overrides, saved, lambda config: "auto", config_dir).config
+    config, saved = _compose_fields(overrides, config_dir)
+    return _resolve(config, overrides, saved, lambda config: "auto", config_dir).config
 
 
 def resolve_and_check(raw: DictConfig, overrides: Sequence[str], config_dir: str | Path | None = None) -> Config:
     """Return a configuration that Hydra composed, resolved and checked for this machine. Raises ConfigError."""
-    return _checked_here(_validated(raw, overrides), overrides, None, config_dir)
+    return _resolve_here(_check_raw(raw, overrides), overrides, None, config_dir)
 
 
 def mechanisms(config_dir: str | Path | None = None) -> list[str]:
@@ -105,7 +105,7 @@ class _Resolved(NamedTuple):
     starts: set[str]
 
 
-def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> tuple[Config, Config | None]:
+def _compose_fields(overrides: Sequence[str], config_dir: str | Path | None) -> tuple[Config, Config | None]:
     """Return the configuration that the overrides compose, and the saved one of the run that `run=` names."""
     if isinstance(overrides, str):
         raise ConfigError([f"overrides={overrides!r}: must be a list, as in {overrides.split()}"])
@@ -120,7 +120,7 @@ def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> tuple[
         return read_config(file, str(file)), None
     if run is not None:
         saved = load_config(run)
-        return _validated(raw_from_run(run, saved, overrides, config_dir), overrides), saved
+        return _check_raw(raw_from_run(run, saved, overrides, config_dir), overrides), saved
     with hydra_at_conf():
         config: Config | None = None
         errors: list[str] = []
@@ -133,7 +133,7 @@ def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> tuple[
     return config, None
 
 
-def _validated(raw: DictConfig, overrides: Sequence[str]) -> Config:
+def _check_raw(raw: DictConfig, overrides: Sequence[str]) -> Config:
     keep_text(raw, OverridesParser.create().parse_overrides(own_overrides(overrides)))
     config, errors = check_fields(raw)
     if config is None:
@@ -141,7 +141,7 @@ def _validated(raw: DictConfig, overrides: Sequence[str]) -> Config:
     return config
 
 
-def _resolved(
+def _resolve(
     config: Config,
     overrides: Sequence[str],
     saved: Config | None,
@@ -161,7 +161,7 @@ def _resolved(
         given |= {"model.name"} if keeps_mechanism(saved, config) else set()
         config = resolve_saved(config, given, own_texts, config_dir)
     if config.precision.name == "auto":
-        config = replaced(config, {"precision.name": fast_precision(config)})
+        config = replace_values(config, {"precision.name": fast_precision(config)})
     if run is not None and saved is not None:
         direct = _direct_differences(saved, config, own_texts, config_dir)
         differences = {**saved.differences, **named_settings(own_texts)} if direct is None else direct
@@ -181,8 +181,8 @@ def _direct_differences(
         return saved.differences
     texts = replace_settings(direct_overrides(saved), overrides)
     with suppress(UserError, *COMPOSING):
-        composed, _ = _composed(texts, config_dir)
-        direct = _resolved(composed, texts, None, lambda _: config.precision.name, config_dir).config
+        composed, _ = _compose_fields(texts, config_dir)
+        direct = _resolve(composed, texts, None, lambda _: config.precision.name, config_dir).config
         if not compare(asdict(config), asdict(direct)):
             return direct.differences
     return None
@@ -192,14 +192,16 @@ def _fast_precision(config: Config) -> str:
     return environment.fast_precision(environment.device_type(config.device), config.size.hidden_size)
 
 
-def _checked_here(
+def _resolve_here(
     config: Config, overrides: Sequence[str], saved: Config | None, config_dir: str | Path | None
 ) -> Config:
-    config, given, starts = _resolved(config, overrides, saved, _fast_precision, config_dir)
-    return _checked(config, [*check_together(config, given), *check_machine(config), *check_starts(config, starts)])
+    config, given, starts = _resolve(config, overrides, saved, _fast_precision, config_dir)
+    return _raise_errors(
+        config, [*check_together(config, given), *check_machine(config), *check_starts(config, starts)]
+    )
 
 
-def _checked(config: Config, errors: list[str]) -> Config:
+def _raise_errors(config: Config, errors: list[str]) -> Config:
     if errors:
         raise ConfigError(errors)
     return config

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-from depthlm.counts import counted
+from depthlm.counts import format_count
 from depthlm.errors import UserError
 
 
@@ -12,7 +12,7 @@ class ConfigError(UserError):
 
     def __init__(self, errors: Iterable[str]) -> None:
         self.errors = list(dict.fromkeys(errors))
-        head = f"{counted(len(self.errors), 'error')} in the configuration:"
+        head = f"{format_count(len(self.errors), 'error')} in the configuration:"
         super().__init__("\n".join([head, *(f"  - {error}" for error in self.errors)]))
 
 
@@ -35,6 +35,6 @@ def _is_size_key(name: str) -> bool:
     return name.startswith("size.")
 
 
-def listed(allowed: Iterable[object]) -> str:
+def join_names(allowed: Iterable[object]) -> str:
     """Return `a, b, c` in the given order."""
     return ", ".join(str(name) for name in allowed)

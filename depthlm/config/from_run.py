@@ -69,7 +69,7 @@ def raw_from_run(run: Path, saved: Config, overrides: Sequence[str], config_dir:
     Raises UserError if one of its classes is from a module that `trust=` does not name; ConfigError with all invalid
     overrides.
     """
-    groups, values, errors = _parsed(own_overrides(overrides), config_dir)
+    groups, values, errors = _parse(own_overrides(overrides), config_dir)
     raw = OmegaConf.create(as_text(asdict(saved)))
     OmegaConf.set_struct(raw, True)
     for name, default in MOMENTARY.items():
@@ -84,22 +84,26 @@ def raw_from_run(run: Path, saved: Config, overrides: Sequence[str], config_dir:
             errors += explain_overrides([text for text, _ in groups], config_dir, compose_raw)
     for text, override in values:
         errors += _set(raw, text, override)
-    errors += [error for text, override in values for error in _unresolved(raw, text, override)]
+    errors += [error for text, override in values for error in _find_unresolved(raw, text, override)]
     if errors:
         raise ConfigError(errors)
     named = named_keys(overrides)
     classes = targets(saved.model) | {"optimizer": saved.optimizer._target_}
-    check_trusted({key: name for key, name in classes.items() if not _names(named, key)}, trusted(overrides), str(run))
+    check_trusted(
+        {key: name for key, name in classes.items() if not _names(named, key)}, read_trust(overrides), str(run)
+    )
     return raw
 
 
 def check_origin(run: Path, saved: Config, overrides: Sequence[str]) -> None:
     """Raise UserError for the run of somebody else that names paths, addresses or services."""
     named = named_keys(overrides)
-    check_reach(run, saved, trusted(overrides), lambda name: not any(f"{name}.".startswith(f"{key}.") for key in named))
+    check_reach(
+        run, saved, read_trust(overrides), lambda name: not any(f"{name}.".startswith(f"{key}.") for key in named)
+    )
 
 
-def trusted(overrides: Sequence[str]) -> list[str]:
+def read_trust(overrides: Sequence[str]) -> list[str]:
     """Return the names that `trust=` gives."""
     texts = [text.removeprefix(TRUST).strip("[]") for text in overrides if text.startswith(TRUST)]
     return [name.strip() for text in texts for name in text.split(",")]
@@ -179,7 +183,7 @@ def _changes(saved: Config, config: Config) -> dict[str, str]:
     return {name: text for name, text in differences.items() if on_resume(name) == "fixed" and name not in extending}
 
 
-def _parsed(
+def _parse(
     overrides: Sequence[str], config_dir: str | Path | None
 ) -> tuple[list[tuple[str, Override]], list[tuple[str, Override]], list[str]]:
     """Split the overrides into those of groups, those of keys, and error messages."""
@@ -229,7 +233,7 @@ def _set(raw: DictConfig, text: str, override: Override) -> list[str]:
     return []
 
 
-def _unresolved(raw: DictConfig, text: str, override: Override) -> list[str]:
+def _find_unresolved(raw: DictConfig, text: str, override: Override) -> list[str]:
     """Return why the value cannot be resolved, if it is an invalid interpolation."""
     try:
         OmegaConf.select(raw, override.key_or_group)

@@ -53,7 +53,7 @@ def compose_raw(overrides: Sequence[str], config_dir: str | Path | None) -> Dict
     files = state_of_files(folder)
     options = _options(folder, files)
     groups = [override for override in parsed if _is_composed(override, options)]
-    raw = pickle.loads(_composed_groups(tuple(str(override.input_line) for override in groups), folder, files))
+    raw = pickle.loads(_compose_groups(tuple(str(override.input_line) for override in groups), folder, files))
     ConfigLoaderImpl._apply_overrides_to_config([override for override in parsed if override not in groups], raw)
     keep_text(raw, parsed)
     return raw
@@ -114,7 +114,7 @@ def _options(folder: Path | None, files: Files) -> Set[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _composed_groups(overrides: tuple[str, ...], folder: Path | None, files: Files) -> bytes:
+def _compose_groups(overrides: tuple[str, ...], folder: Path | None, files: Files) -> bytes:
     path = [] if folder is None else [f"hydra.searchpath=['file://{folder}']"]
     # unpickling takes half the time of a deep copy
     return pickle.dumps(hydra.compose("config", [*overrides, *path]))

@@ -12,7 +12,7 @@ from typing import Any, Literal, Optional, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from depthlm.config.errors import listed, nearest
+from depthlm.config.errors import join_names, nearest
 from depthlm.config.experiment import Names
 from depthlm.config.schema import Config, Recomputation
 from depthlm.config.validate.decoder import check_target
@@ -102,7 +102,7 @@ class Key:
         nested = functools.reduce(lambda inner, part: {part: inner}, reversed(self.name.split(".")), value)
         return not validate(Config, nested)[1]
 
-    def shown(self, value: Any) -> str:
+    def format_value(self, value: Any) -> str:
         """Return a value that is not allowed as an error message shows it."""
         return override_text(float(value) if self.plain_type is float and type(value) is int else value)
 
@@ -153,13 +153,13 @@ def check_fields(raw: DictConfig) -> tuple[Config | None, list[str]]:
 
 def validate_values(values: Mapping[str, Any]) -> tuple[Config | None, list[str]]:
     """Return nested values as a configuration, or None and the keys that are unknown or do not allow their value."""
-    errors = [error for name, value in flatten(values).items() if (error := _unknown(name, value))]
+    errors = [error for name, value in flatten(values).items() if (error := _explain_unknown(name, value))]
     config, places = validate(Config, values)
     errors += [error for place in places if (error := _mistake(values, place))]
     return config, list(dict.fromkeys(errors))
 
 
-def replaced(settings: Settings, values: Mapping[str, Any]) -> Settings:
+def replace_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
     """Return settings with other values, by dotted name."""
     direct: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}
@@ -169,7 +169,7 @@ def replaced(settings: Settings, values: Mapping[str, Any]) -> Settings:
             nested.setdefault(section, {})[inner] = value
         else:
             direct[section] = value
-    direct |= {section: replaced(getattr(settings, section), inner) for section, inner in nested.items()}
+    direct |= {section: replace_values(getattr(settings, section), inner) for section, inner in nested.items()}
     return dataclasses.replace(settings, **direct)  # type: ignore[type-var]
 
 
@@ -195,22 +195,22 @@ def declaration(name: str) -> Key | None:
 
 def on_resume(name: str) -> OnResume:
     """Return whether a run may resume with another value of a key or group (see `depthlm.fields.key`)."""
-    return "free" if name.split(".")[0].split("/")[0] == "hydra" else _declared(name, "on_resume", "fixed")
+    return "free" if name.split(".")[0].split("/")[0] == "hydra" else _find_attribute(name, "on_resume", "fixed")
 
 
 def in_protocol(name: str) -> bool:
     """Return whether runs that are compared must share the value of a key or group."""
-    return on_resume(name) == "fixed" and _declared(name, "protocol", True)
+    return on_resume(name) == "fixed" and _find_attribute(name, "protocol", True)
 
 
 @functools.cache
-def _declared(name: str, attribute: str, default: Any) -> Any:
+def _find_attribute(name: str, attribute: str, default: Any) -> Any:
     """Return an attribute of a key; of a group, such as tracker, if its keys share it; or of a name inside a group."""
     if name in keys():
         return keys()[name].metadata[attribute]
     values = {key.metadata[attribute] for other, key in keys().items() if other.startswith(f"{name}.")}
     parent = name.rpartition(".")[0]
-    return values.pop() if len(values) == 1 else _declared(parent, attribute, default) if parent else default
+    return values.pop() if len(values) == 1 else _find_attribute(parent, attribute, default) if parent else default
 
 
 def flatten(settings: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -237,17 +237,17 @@ def split_list(text: str) -> list[str]:
     return [part.strip() for part in inside.split(",") if part.strip()]
 
 
-def _unknown(name: str, value: Any) -> str | None:
+def _explain_unknown(name: str, value: Any) -> str | None:
     known = keys()
     if name in known or any(name.startswith(f"{key}.") for key in known):
         return None
     if inside := [key for key in known if key.startswith(f"{name}.")]:
-        return f"{name}={override_text(value)}: a group of keys; set one of {listed(inside)}"
+        return f"{name}={override_text(value)}: a group of keys; set one of {join_names(inside)}"
     return f"{name}={override_text(value)}: no such key{nearest(name, known)}"
 
 
 def _mistake(values: Mapping[str, Any], place: tuple[str, ...]) -> str | None:
-    """Return the mistake at a place of nested values; None for an unknown key, which `_unknown` reports."""
+    """Return the mistake at a place of nested values; None for an unknown key, which `_explain_unknown` reports."""
     group = ".".join(place[:2])
     if group in NAMED and len(place) > 2:
         source = ".".join(place[:3])
@@ -263,7 +263,7 @@ def _mistake(values: Mapping[str, Any], place: tuple[str, ...]) -> str | None:
     if name is None:
         return None
     declared = keys()[name]
-    shown = declared.shown(value_at(values, name))
+    shown = declared.format_value(value_at(values, name))
     return f"{name}={shown}: must be {declared.wanted}{nearest(shown, declared.choices)}"
 
 

@@ -50,7 +50,9 @@ def run_name(config: Config) -> str:
 
     A hash ends it where the differences are too long, or where others would give the same text.
     """
-    return _name(_leading(config), {name: config.differences[name] for name in by_importance(config.differences)})
+    return _join_name(
+        _begin_name(config), {name: config.differences[name] for name in by_importance(config.differences)}
+    )
 
 
 def derived_name(origin: str, saved: Config, config: Config, overrides: Sequence[str]) -> str:
@@ -62,10 +64,10 @@ def derived_name(origin: str, saved: Config, config: Config, overrides: Sequence
         for name, text in given.items()
         if value_at(before, name.replace("/", ".")) != value_at(after, name.replace("/", "."))
     }
-    return _name(origin, {name: changed[name] for name in by_importance(changed)})
+    return _join_name(origin, {name: changed[name] for name in by_importance(changed)})
 
 
-def _leading(config: Config) -> str:
+def _begin_name(config: Config) -> str:
     return f"{_plain(config.model.name)}-{_plain(config.size.name)}-seed{config.seed}"
 
 
@@ -97,7 +99,7 @@ def report_name(overrides: Sequence[str], baseline: str | None = None) -> str:
         if on_resume(name) != "free" or name == "experiment.best_over"
     }
     settings = {name: given[name] for name in sorted(given, key=importance)}
-    name = _name("report", settings | ({} if baseline is None else {"baseline": baseline}))
+    name = _join_name("report", settings | ({} if baseline is None else {"baseline": baseline}))
     # a group inside another one, such as model/connection
     return name.replace("/", ".")
 
@@ -141,13 +143,13 @@ def short_key(name: str) -> str:
 
 def setting_text(name: str, value: str) -> str:
     """Return a setting for a label: `muon` for the option of a group, `lr 1e-3` for a key."""
-    return _named(name, short_value(normal_value(name, value)))
+    return _prefix_value(name, short_value(normal_value(name, value)))
 
 
 def setting_texts(name: str, values: Sequence[str]) -> dict[str, str]:
     """Return the text of each value of a setting for labels: the short ones, if these distinguish the values."""
     short = {value: setting_text(name, value) for value in values}
-    return short if len({*short.values()}) == len(short) else {value: _named(name, value) for value in values}
+    return short if len({*short.values()}) == len(short) else {value: _prefix_value(name, value) for value in values}
 
 
 def short_value(value: str) -> str:
@@ -195,7 +197,7 @@ def by_name(overrides: Sequence[str]) -> dict[str, str]:
     return dict(text.lstrip("+").partition("=")[::2] for text in overrides)
 
 
-def _name(head: str, settings: Mapping[str, str]) -> str:
+def _join_name(head: str, settings: Mapping[str, str]) -> str:
     parts = [part_of(name, value) for name, value in settings.items()]
     name = "-".join([head, *parts])
     if len(name) <= LONGEST and all(map(EXACT.fullmatch, settings.values())):
@@ -213,10 +215,10 @@ def part_of(name: str, value: str) -> str:
     """Return a setting as a part of a run's name, as in `lr1e-3`. value: a normal one."""
     text = _plain(short_value(value))
     separator = "" if text[:1].isdigit() and name not in BARE and is_key(name) else "-"
-    return _named(name, text, separator) or _plain(name)
+    return _prefix_value(name, text, separator) or _plain(name)
 
 
-def _named(name: str, text: str, separator: str = " ") -> str:
+def _prefix_value(name: str, text: str, separator: str = " ") -> str:
     """Return a value with the short name of its key; the options of most groups say what they are."""
     label = short_key(name) if is_key(name) else name.removeprefix("~")
     return text if name in BARE else f"{label}{separator}{text}".rstrip(separator)

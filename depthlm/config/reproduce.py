@@ -102,7 +102,7 @@ def prepare_command(config: Config) -> str:
     with hydra_at_conf():
         defaults = OmegaConf.to_container(compose_raw(chosen, None).data)
     return " ".join(
-        [command("data/prepare.py", "prepare"), *chosen, *_differing("data", asdict(config.data), defaults)]
+        [command("data/prepare.py", "prepare"), *chosen, *_list_differing("data", asdict(config.data), defaults)]
     )
 
 
@@ -115,12 +115,12 @@ def _public(value: Any) -> Any:
     return f"/path/to/{Path(value).name}" if is_private else value
 
 
-def _differing(prefix: str, values: dict[str, Any], defaults: Any) -> list[str]:
+def _list_differing(prefix: str, values: dict[str, Any], defaults: Any) -> list[str]:
     words = [shlex.quote(f"~{prefix}.{key}") for key in defaults or () if key not in values]
     for key, value in values.items():
         default = defaults.get(key) if isinstance(defaults, dict) else None
         if isinstance(value, dict):
-            words += _differing(f"{prefix}.{key}", value, default)
+            words += _list_differing(f"{prefix}.{key}", value, default)
         elif f"{prefix}.{key}".removeprefix("data.") not in _UNUSED and not _same(value, default):
             words.append(shlex.quote(f"{prefix}.{key}={value_text(f'{prefix}.{key}', value)}"))
     return words

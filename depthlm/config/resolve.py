@@ -12,10 +12,10 @@ import yaml
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from depthlm.config.errors import ConfigError, listed, nearest
+from depthlm.config.errors import ConfigError, join_names, nearest
 from depthlm.config.experiment import Experiment
 from depthlm.config.hydra_context import Files, available_groups, compose_raw, hydra_at_conf, state_of_files
-from depthlm.config.keys import check_fields, replaced, value_at, value_of
+from depthlm.config.keys import check_fields, replace_values, value_at, value_of
 from depthlm.config.names import (
     by_importance,
     by_name,
@@ -50,25 +50,25 @@ def resolve(config: Config, given: Set[str], overrides: Sequence[str], config_di
 
     given: the keys and groups that the overrides set.
     """
-    config = with_base_size(shrunk(config, given, overrides), given, config_dir)
+    config = with_base_size(shrink_to_budget(config, given, overrides), given, config_dir)
     values: dict[str, Any] = {
-        "experiment": recorded(config.experiment, experiment_of(overrides)),
+        "experiment": record_experiment(config.experiment, experiment_of(overrides)),
         "differences": find_differences(config, overrides, config_dir),
     }
-    config = with_derived(replaced(config, values), given, overrides)
+    config = with_derived(replace_values(config, values), given, overrides)
     if config.output_dir is None:
         folder = Path("outputs", config.experiment.name or "default")
         config = replace(config, output_dir=str(folder / (run_name(config) if config.name is None else config.name)))
     return config
 
 
-def recorded(experiment: Experiment, name: str | None) -> Experiment:
+def record_experiment(experiment: Experiment, name: str | None) -> Experiment:
     """Return what a run records of its experiment: the name, and which seeds choose between which settings."""
     seeds = experiment.selection_seeds if experiment.best_over else []
     return Experiment(name=name or "", best_over=experiment.best_over, selection_seeds=seeds)
 
 
-def shrunk(config: Config, given: Set[str], overrides: Sequence[str]) -> Config:
+def shrink_to_budget(config: Config, given: Set[str], overrides: Sequence[str]) -> Config:
     """Return a configuration shrunk to its budget, with one length, one warm-up and the batch in sequences."""
     config = with_batch_size(with_one_alternative(config, given))
     return with_budget(config, given - keys_of_points(config.experiment, overrides))
@@ -85,12 +85,12 @@ def find_differences(config: Config, overrides: Sequence[str], config_dir: str |
     folder = None if config_dir is None else Path(config_dir)
     # composing options takes long: those of the overrides are composed already, and those of the experiment for others
     own = tuple(text for text in overrides if "experiment" in _names_of(text))
-    plain = _composed_from(own, folder, state_of_files(folder))
+    plain = _compose_from(own, folder, state_of_files(folder))
     options = {name for name in given if not is_key(name)} - (SET_BY_BUDGET if "budget" in given else set())
     needed = {name for name in options if plain is None or not _is_same(name, plain, values)}
     while needed != given.keys():
         rest = [text for text in overrides if all(n in needed or n not in given for n in _names_of(text))]
-        composed = _composed_from(tuple(rest), folder, state_of_files(folder))
+        composed = _compose_from(tuple(rest), folder, state_of_files(folder))
         if composed is not None and not compare(composed, values):
             break
         unlike = {name for name in given.keys() - needed if composed is None or not _is_same(name, composed, values)}
@@ -103,13 +103,13 @@ def find_differences(config: Config, overrides: Sequence[str], config_dir: str |
 
 
 @functools.lru_cache(maxsize=1024)
-def _composed_from(overrides: tuple[str, ...], config_dir: Path | None, files: Files) -> dict[str, Any] | None:
+def _compose_from(overrides: tuple[str, ...], config_dir: Path | None, files: Files) -> dict[str, Any] | None:
     """Return the values that overrides compose, before those that follow from the tokenizer; None for invalid ones."""
     with hydra_at_conf(), suppress(*COMPOSING):
         config, _ = check_fields(compose_raw(overrides, config_dir))
         if config is not None:
             names = {name for text in overrides for name in _names_of(text)}
-            return asdict(with_base_size(shrunk(config, names, overrides), names, config_dir))
+            return asdict(with_base_size(shrink_to_budget(config, names, overrides), names, config_dir))
     return None
 
 
@@ -138,9 +138,9 @@ def resolve_saved(config: Config, given: Set[str], overrides: Sequence[str], con
     """Return the configuration of an existing run, which was resolved before, with the values of other overrides."""
     config = with_one_alternative(config, given)
     if "training.batch_size" in given and "training.batch_tokens" not in given:
-        config = replaced(config, {"training.batch_tokens": None})
+        config = replace_values(config, {"training.batch_tokens": None})
     config = with_base_size(with_batch_size(config), given, config_dir)
-    config = replace(config, experiment=recorded(config.experiment, config.experiment.name))
+    config = replace(config, experiment=record_experiment(config.experiment, config.experiment.name))
     return with_derived(config, given, overrides)
 
 
@@ -149,7 +149,7 @@ def with_one_alternative(config: Config, given: Set[str]) -> Config:
     for names in ALTERNATIVES:
         named = [name for name in names if name in given and value_of(config, name) is not None]
         if len(named) == 1:
-            config = replaced(config, dict.fromkeys({*names} - {*named}))
+            config = replace_values(config, dict.fromkeys({*names} - {*named}))
     return config
 
 
@@ -158,7 +158,7 @@ def with_batch_size(config: Config) -> Config:
     training = config.training
     if training.batch_tokens is None:
         return config
-    return replaced(config, {"training.batch_size": max(1, training.batch_tokens // training.sequence_length)})
+    return replace_values(config, {"training.batch_size": max(1, training.batch_tokens // training.sequence_length)})
 
 
 def with_derived(config: Config, given: Set[str], overrides: Sequence[str]) -> Config:
@@ -170,7 +170,7 @@ def with_derived(config: Config, given: Set[str], overrides: Sequence[str]) -> C
         values["size.vocab_size"] = max(config.size.vocab_size, padded_vocab_size(config.data))
     if "model.name" not in given:
         values["model.name"] = mechanism_name(config.model.name, overrides)
-    return replaced(config, values)
+    return replace_values(config, values)
 
 
 def with_base_size(config: Config, given: Set[str], config_dir: str | Path | None) -> Config:
@@ -186,18 +186,18 @@ def with_base_size(config: Config, given: Set[str], config_dir: str | Path | Non
     known = available_groups(config_dir)["size"]
     if name not in known:
         raise ConfigError(
-            [f"parametrization.base_size={name}: no such size; allowed: {listed(known)}{nearest(name, known)}"]
+            [f"parametrization.base_size={name}: no such size; allowed: {join_names(known)}{nearest(name, known)}"]
         )
     with hydra_at_conf():
         composed, _ = check_fields(compose_raw([f"size={name}"], config_dir))
     assert composed is not None
     base = replace(config, size=composed.size)
-    base_size = replaced(base, _widths(base)).size
+    base_size = replace_values(base, _widths(base)).size
     values: dict[str, Any] = {f"size.{key}": value_of(base_size, key) for key in ("init_std", "embedding_init_std")}
     if config.optimizer.lr == config.size.lr and "size.lr" not in given:
         values["optimizer.lr"] = base_size.lr
     free = {key: value for key, value in values.items() if key not in given}
-    return replaced(config, free | {"parametrization.base_size": base_size})
+    return replace_values(config, free | {"parametrization.base_size": base_size})
 
 
 def keys_of_points(experiment: Experiment, overrides: Sequence[str]) -> set[str]:
@@ -254,7 +254,7 @@ def with_budget(config: Config, chosen: Set[str]) -> Config:
 
 
 def _with_free(config: Config, is_free: IsFree, values: dict[str, Any]) -> Config:
-    return replaced(config, {name: value for name, value in values.items() if is_free(name)})
+    return replace_values(config, {name: value for name, value in values.items() if is_free(name)})
 
 
 def _offline(config: Config, chosen: Set[str], is_free: IsFree) -> Config:
@@ -265,7 +265,7 @@ def _offline(config: Config, chosen: Set[str], is_free: IsFree) -> Config:
     # for such narrow models, more threads only add synchronization
     config = _with_free(config, is_free, {"precision.name": "fp32", "training.num_threads": 1})
     unsharded = {"deepspeed.stage": 0, "deepspeed.offload": "none"}
-    return replaced(config, unsharded) if is_free("deepspeed.stage") else config
+    return replace_values(config, unsharded) if is_free("deepspeed.stage") else config
 
 
 def _widths(config: Config) -> dict[str, int]:
@@ -275,7 +275,7 @@ def _widths(config: Config) -> dict[str, int]:
     fewest = max(size.num_experts // divisor, 2 * size.experts_per_token)
     unit = math.lcm(config.backbone.router_groups, config.deepspeed.experts)
     return {
-        **{f"size.{name}": divided(width, divisor) for name, width in widths.items() if width is not None},
+        **{f"size.{name}": divide_width(width, divisor) for name, width in widths.items() if width is not None},
         "size.num_experts": min(size.num_experts, math.ceil(fewest / unit) * unit),
     }
 
@@ -319,11 +319,11 @@ def _cut(config: Config, is_free: IsFree, before: int, steps: int) -> Config:
     if training.validate_every is not None:
         # in such a short run, frequent validation would cost more than the training steps
         values["training.validate_every"] = max(1, steps // 4, round(training.validate_every * steps / before))
-    config = replaced(config, {"training.max_steps": steps, "training.max_tokens": None})
+    config = replace_values(config, {"training.max_steps": steps, "training.max_tokens": None})
     return _with_free(config, is_free, values)
 
 
-def divided(width: int, divisor: int) -> int:
+def divide_width(width: int, divisor: int) -> int:
     """Return `width / divisor`, rounded to a multiple of 4 (8 for large widths), at least 4; RoPE needs even widths."""
     if divisor == 1:
         return width

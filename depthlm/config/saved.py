@@ -287,7 +287,9 @@ def outside_settings(config: Config) -> dict[str, Any]:
     return {
         name: value
         for name, value in flatten(asdict(config)).items()
-        if (key := _declared(name)) in outside and value not in (None, [], {}) and f"{key}={value}" not in _shipped()
+        if (key := _find_key(name)) in outside
+        and value not in (None, [], {})
+        and f"{key}={value}" not in _shipped_values()
     }
 
 
@@ -301,20 +303,20 @@ def check_outside(settings: Mapping[str, Any], trust: Sequence[str], where: str)
         )
 
 
-def _declared(name: str) -> str:
+def _find_key(name: str) -> str:
     """Return the key in the schema of a setting; a named source has the keys of data."""
     return f"data.{name.rpartition('.')[2]}" if name.startswith(("data.sources.", "data.validation.")) else name
 
 
 @functools.cache
-def _shipped() -> frozenset[str]:
+def _shipped_values() -> frozenset[str]:
     """Return `key=value` for the defaults and for every file in conf/."""
     settings = list(flatten(asdict(Config())).items())
     for file in CONF.rglob("*.yaml"):
         group = file.relative_to(CONF).parts[0]
         prefix = "" if group in ("experiment", "budget", file.name) else f"{group}."
         settings += flatten(read_yaml(file), prefix).items()
-    return frozenset({"data.tokenizer=bytes", *(f"{_declared(name)}={value}" for name, value in settings)})
+    return frozenset({"data.tokenizer=bytes", *(f"{_find_key(name)}={value}" for name, value in settings)})
 
 
 @functools.cache

@@ -93,7 +93,7 @@ class Tokenizer:
 
         contents = hub_tokenizer(name, FILES)
         text = contents.pop(FILE_NAME)
-        return cls(text.decode(), name, end_of_text, {file: parsed(content) for file, content in contents.items()})
+        return cls(text.decode(), name, end_of_text, {file: parse_json(content) for file, content in contents.items()})
 
     def vocabulary(self) -> dict[str, int]:
         """Return the id of each token."""
@@ -205,7 +205,7 @@ def choose(encoder: Encoder, token: str | None, files: Mapping[str, Any], where:
         return EndOfText(token, number, "data.end_of_text")
     added = encoder.get_added_tokens_decoder()
     for name in FILES:
-        for value in _named(files.get(name)):
+        for value in _find_names(files.get(name)):
             named = added[value].content if type(value) is int and value in added else value
             number = encoder.token_to_id(named) if isinstance(named, str) and not is_character(named) else None
             if number is not None:
@@ -218,7 +218,7 @@ def choose(encoder: Encoder, token: str | None, files: Mapping[str, Any], where:
 
 def usual_end_of_text(encoder: Encoder) -> EndOfText | None:
     """Return the added token with a usual name, special tokens before others; None if there is none."""
-    for added in (_added(encoder, special=True), _added(encoder, special=False)):
+    for added in (_find_added(encoder, special=True), _find_added(encoder, special=False)):
         for name in _USUAL_NAMES:
             if name in added:
                 return EndOfText(name, added[name], "its usual name")
@@ -232,10 +232,10 @@ def is_character(token: str) -> bool:
 
 def read_files(folder: Path) -> dict[str, Any]:
     """Return the content of each of FILES that a folder has; null for a file that is not JSON."""
-    return {name: parsed(read_bytes(folder / name)) for name in FILES if (folder / name).is_file()}
+    return {name: parse_json(read_bytes(folder / name)) for name in FILES if (folder / name).is_file()}
 
 
-def parsed(content: str | bytes) -> Any:
+def parse_json(content: str | bytes) -> Any:
     """Return the value of a JSON text; None if it is not JSON."""
     try:
         return json.loads(content)
@@ -361,7 +361,7 @@ def text_encoder(text: str, end_of_text: str) -> Encoder:
     return encoder
 
 
-def _named(record: Any) -> Iterator[Any]:
+def _find_names(record: Any) -> Iterator[Any]:
     """Yield the ids and the token that a file names, best first."""
     if isinstance(record, dict):
         ids, token = record.get("eos_token_id"), record.get("eos_token")
@@ -369,13 +369,13 @@ def _named(record: Any) -> Iterator[Any]:
         yield token.get("content") if isinstance(token, dict) else token
 
 
-def _added(encoder: Encoder, special: bool) -> dict[str, int]:
+def _find_added(encoder: Encoder, special: bool) -> dict[str, int]:
     added = encoder.get_added_tokens_decoder().items()
     return {token.content: number for number, token in added if token.special == special}
 
 
 def _remedy(encoder: Encoder) -> str:
-    special = ", ".join(map(repr, list(_added(encoder, special=True))[:8]))
+    special = ", ".join(map(repr, list(_find_added(encoder, special=True))[:8]))
     shown = f"; its special tokens: {special}" if special else ""
     return f"Set data.end_of_text to the token that ends a document{shown}."
 

@@ -104,7 +104,7 @@ class Listener:
             self.since[rank] = now
         self.last[rank] = heartbeat
 
-    def silent(self, limit: float, now: float) -> FailureReport | None:
+    def report_silent(self, limit: float, now: float) -> FailureReport | None:
         """Report the ranks that have sent no heartbeat for `limit` seconds; None if there are none."""
         blamed = [rank for rank, beat in self.last.items() if not beat.finished and now - self.since[rank] > limit]
         if not blamed:
@@ -115,7 +115,7 @@ class Listener:
         return FailureReport(tuple(blamed), f"{name_ranks(blamed, self.names)} {silence}")
 
 
-def stalled(heartbeats: Mapping[int, Heartbeat], names: Mapping[int, str], limit: float) -> FailureReport | None:
+def report_stalled(heartbeats: Mapping[int, Heartbeat], names: Mapping[int, str], limit: float) -> FailureReport | None:
     """Report the ranks that hold up a run in which no rank has made a mark for `limit` seconds; None if one has.
 
     The ranks that are behind the others are to blame. If all are at the same place, the report lists their code lines.

@@ -22,7 +22,7 @@ from depthlm.distributed.diagnosis import (
     line_of,
     name_ranks,
     report_exception,
-    stalled,
+    report_stalled,
 )
 from depthlm.distributed.launchers import Ranks
 from depthlm.distributed.process_group import gather
@@ -224,7 +224,7 @@ class Watcher:
         while self.threads[0].is_alive() and not self.closing:
             time.sleep(self.interval)
             with self.lock:
-                report = self.listener.silent(self.rank_timeout, self.clock.tick(time.monotonic()))
+                report = self.listener.report_silent(self.rank_timeout, self.clock.tick(time.monotonic()))
             if report is not None and self.final_report is None and not self.closing:
                 return abort(report, self.rank, self.main)
 
@@ -250,9 +250,9 @@ class Watcher:
 
     def _check_ranks(self) -> None:
         with self.lock:
-            silent = self.listener.silent(self.rank_timeout, self.clock.tick(time.monotonic()))
+            silent = self.listener.report_silent(self.rank_timeout, self.clock.tick(time.monotonic()))
             heartbeats = {0: self._heartbeat()} | self.listener.last
-        report = silent or stalled(heartbeats, self.names, self.stall_timeout)
+        report = silent or report_stalled(heartbeats, self.names, self.stall_timeout)
         if report is not None and not self.closing:
             self.store.compare_set("end", "", report.packed())
             self.wake.set()
@@ -272,7 +272,7 @@ class Watcher:
 
     def _wait_for_ranks(self) -> None:
         """Wait on rank 0, whose end ends the store, until the others have read the report, have left, or are silent."""
-        silent = self.listener.silent(self.rank_timeout, self.clock.seconds)
+        silent = self.listener.report_silent(self.rank_timeout, self.clock.seconds)
         others = [rank for rank in self.listener.last if silent is None or rank not in silent.ranks]
         deadline = time.monotonic() + REPORT_SECONDS
         while others and time.monotonic() < deadline:

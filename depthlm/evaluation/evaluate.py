@@ -16,7 +16,7 @@ from depthlm.config import Config
 from depthlm.config.saved import RUN, check_reach, is_own
 from depthlm.config.schema import Tracker
 from depthlm.console import stdout_console
-from depthlm.counts import counted
+from depthlm.counts import format_count
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.evaluation.harness import (
@@ -112,7 +112,7 @@ def evaluate(arguments: Evaluate) -> dict[str, Any]:
         results = _record(directory, config, manifest, results, arguments.trust or ())
     if failures:
         listed = "\n".join(f"  - {key}: {why}" for key, why in failures.items())
-        what = f"{counted(len(failures), 'task')} failed, and the results of the others are kept"
+        what = f"{format_count(len(failures), 'task')} failed, and the results of the others are kept"
         # the exit code is 1
         sys.exit(f"depthlm evaluate: {what}:\n{listed}")
     return results

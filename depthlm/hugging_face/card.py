@@ -76,7 +76,7 @@ def write_card(
         architecture(model, config),
         protocol(config, results, environment),
         losses(config, results, has_curve=(folder / CURVE).exists()),
-        loading(name, native),
+        loading_code(name, native),
         reproduction(config, version_of(environment)),
         licenses(config, native, license),
     ]
@@ -241,7 +241,7 @@ def losses(config: Config, results: Results, has_curve: bool) -> str:
     return f"## Losses\n\n{table(head[:width], [row[:width] for row in rows])}\n\n{' '.join(notes)}{picture}"
 
 
-def loading(name: str, native: bool) -> str:
+def loading_code(name: str, native: bool) -> str:
     """Return the code that loads the model and generates text."""
     remote = "" if native else ", trust_remote_code=True"
     code = "" if native else " `trust_remote_code=True` runs the Python files beside this card."

@@ -62,13 +62,13 @@ def push(folder: Path, repository: str, private: bool | None = None) -> str:
     except (httpx.HTTPError, OSError, ValueError, RuntimeError, TypeError, AttributeError, LookupError) as error:
         again = f"hf upload {shlex.quote(repository)} {shlex.quote(str(folder))}"
         raise UserError(
-            f"push_to={repository}: {_explained(error, repository)}. The export is in {folder}; repeat the command, or "
+            f"push_to={repository}: {_explain(error, repository)}. The export is in {folder}; repeat the command, or "
             f"run {again}"
         ) from error
     return str(page)
 
 
-def _explained(error: BaseException, repository: str) -> str:
+def _explain(error: BaseException, repository: str) -> str:
     """Return what went wrong, and what to do."""
     if isinstance(error, RuntimeError) and error.__cause__ is not None:
         # the upload of one file

@@ -8,7 +8,7 @@ from torch import Tensor
 from depthlm.inspect.grids import AttentionMaps, Grids, Matrices
 from depthlm.inspect.picture import FigureOverDepth, Picture, Place
 from depthlm.model import Decoder, Observer, SublayerSpec
-from depthlm.model.attention import attending
+from depthlm.model.attention import attention_positions
 from depthlm.model.attention.context import AttentionContext
 from depthlm.model.attention.self_attention import DepthKV, SelfAttention
 from depthlm.model.connection import Connection, State
@@ -37,7 +37,7 @@ class Collector(Observer):
     def __init__(self, model: Decoder, token_names: Sequence[str] = ()) -> None:
         self.depth = model.loops * model.size.num_layers
         self.token_names = token_names
-        self.attending = attending([layer.attention for layer in model.layers], model.loops)
+        self.attending = attention_positions([layer.attention for layer in model.layers], model.loops)
         self.figures: dict[tuple[str, str], FigureOverDepth] = {}
 
     def open(self, embedding_btd: Tensor) -> None:

@@ -27,7 +27,7 @@ from depthlm.inspect.collect import collect
 from depthlm.inspect.depth_mixing import depth_mixing, mixing_picture
 from depthlm.inspect.interventions import Batch
 from depthlm.inspect.picture import TOKENS, Array, Picture, token_names
-from depthlm.inspect.pruning import Pruned, prune, pruned_folder, write_pruned
+from depthlm.inspect.pruning import Pruned, make_pruned_folder, prune, write_pruned
 from depthlm.machine import environment
 from depthlm.model import Decoder
 from depthlm.run_directory import RunDirectory
@@ -104,10 +104,10 @@ def inspect_run(arguments: Inspect) -> Path:
     first = batches[0][0, :TOKENS].tolist()
     names = token_names(Tokenizer.load(directory), first) if arguments.text is not None else []
     pictures, messages = collect(model, batches, names)
-    matrices = [titled_matrix(model, config, batches, messages)]
+    matrices = [title_matrix(model, config, batches, messages)]
     for other in arguments.compare or ():
         compared = read_run(Path(other), arguments)
-        matrices.append(titled_matrix(compared.model, compared.config, compared.windows(), messages))
+        matrices.append(title_matrix(compared.model, compared.config, compared.windows(), messages))
     pictures.append(mixing_picture(matrices))
     pictures += filter(None, (expert_picture(directory), sublayer_norm_picture(directory)))
     if pictures[-1].name != "blocks":
@@ -176,7 +176,7 @@ def ablate_run(folder: Path, arguments: Inspect, run: Run) -> Path:
 def prune_run(directory: Path, arguments: Inspect, run: Run) -> Path:
     """Write the run directory of the pruned model. Raises UserError."""
     assert arguments.prune is not None
-    folder = pruned_folder(directory, arguments.to, arguments.prune)
+    folder = make_pruned_folder(directory, arguments.to, arguments.prune)
     unfinished = folder.with_name(f".{folder.name}.unfinished.json")
     with writable(folder):
         # fail before the forward passes, which may take minutes
@@ -205,7 +205,7 @@ def read_run(directory: Path, arguments: Inspect) -> Run:
     return Run(model, config, manifest, tokens, source)
 
 
-def titled_matrix(model: Decoder, config: Config, batches: Sequence[Tensor], messages: list[str]) -> tuple[str, Array]:
+def title_matrix(model: Decoder, config: Config, batches: Sequence[Tensor], messages: list[str]) -> tuple[str, Array]:
     """Return the title and the depth mixing matrix of a run. A warning about the matrix is appended to the messages."""
     matrix, warnings = depth_mixing(model, batches)
     messages += warnings

@@ -15,13 +15,13 @@ from depthlm.inspect.picture import (
     Grid,
     Picture,
     Place,
-    averaged,
+    average_axes,
     draw_curves,
     draw_grids,
     draw_matrices,
     draw_token_maps,
     named_tokens,
-    side,
+    side_length,
     spread,
     write_labels,
 )
@@ -68,7 +68,7 @@ def draw_maps(maps: Mapping[str, Array], heads: Sequence[int], names: Sequence[s
 
     names: of the tokens; without names, the first and the last position are numbered.
     """
-    wide, high = (side(len(names), least, PITCH) for least in (2.5, 2.0))
+    wide, high = (side_length(len(names), least, PITCH) for least in (2.5, 2.0))
     width = (wide * (1 + GAP + WIDE if names else 1) + 0.4) * len(maps) + 1.1
     figure, axes = subplots(len(maps), width, (high + 0.4) * len(heads) + 0.9, rows=len(heads))
     for column, values in enumerate(maps.values()):
@@ -188,14 +188,14 @@ class Grids(FigureOverDepth):
 
     def add(self, figure: Figure, place: Place, tokens: int) -> None:
         values = figure.values.double().cpu().numpy()
-        self.means.add(place, averaged(values, figure.axes, ("batch", "token"))[0], tokens)
+        self.means.add(place, average_axes(values, figure.axes, ("batch", "token"))[0], tokens)
         self.panels[place.kind] = figure.panels
         if not self.column:
             return
         self.columns[place] = list(figure.places or range(values.shape[figure.axes.index(self.column)]))
         if self.token_names and "token" in figure.axes and place not in self.maps:
             first = values.take([0], figure.axes.index("batch")) if "batch" in figure.axes else values
-            first, axes = averaged(first, figure.axes, ("batch", "head", "hidden"))
+            first, axes = average_axes(first, figure.axes, ("batch", "head", "hidden"))
             first = np.moveaxis(first, [axes.index(self.column), axes.index("token")], [-2, -1])
             self.maps[place] = first[..., : len(self.token_names)]
 
@@ -211,7 +211,7 @@ class Grids(FigureOverDepth):
             ", mean over ".join(filter(None, [self.figure.name.replace("_", " "), " and ".join(words)]))
             for words in (means, [word for word in means if word != "tokens"])
         ]
-        draw = (self.drawn_grids if self.column else self.drawn_curves)(arrays, labels[0])
+        draw = (self.prepare_grids if self.column else self.prepare_curves)(arrays, labels[0])
         return [
             Picture(self.name, self.figure.about, named, draw),
             *self.distribution(arrays),
@@ -263,11 +263,11 @@ class Grids(FigureOverDepth):
             arrays = {"": arrays["final"][None]}
         by_panel = {}
         for kind, values in arrays.items():
-            mean, axes = averaged(values, ["row"] * (kind != "final") + self.axes, ("head", "hidden"))
+            mean, axes = average_axes(values, ["row"] * (kind != "final") + self.axes, ("head", "hidden"))
             by_panel[kind] = np.moveaxis(mean, axes.index("panel"), 0) if "panel" in axes else mean[None]
         return by_panel
 
-    def drawn_grids(self, arrays: dict[str, Array], label: str) -> Callable[[], Any]:
+    def prepare_grids(self, arrays: dict[str, Array], label: str) -> Callable[[], Any]:
         by_panel, grids = self.by_panel(arrays), list[Grid]()
         final = by_panel.pop("final", np.empty((0, 0)))
         for kind, values_plc in by_panel.items():
@@ -281,7 +281,7 @@ class Grids(FigureOverDepth):
         columns = self.figure.columns or self.column
         return partial(draw_grids, grids, title=self.title, rows="layer", columns=columns, values=label)
 
-    def drawn_curves(self, arrays: dict[str, Array], label: str) -> Callable[[], Any]:
+    def prepare_curves(self, arrays: dict[str, Array], label: str) -> Callable[[], Any]:
         by_panel = self.by_panel(arrays)
         by_panel.pop("final", None)
         curves = {}

@@ -20,7 +20,7 @@ from depthlm.model import Decoder, Observer
 from depthlm.model.attention.self_attention import DepthKV
 from depthlm.model.connection import State
 from depthlm.model.decoder import Prefix
-from depthlm.model.edges import Edges, Edit, Kept, Reader, aligned, changed
+from depthlm.model.edges import Edges, Edit, Kept, Reader, align_axes, replace_weights
 from depthlm.ops.moda.bank import Depth
 
 # inputs and targets, x_bt each
@@ -122,16 +122,16 @@ class Intervention:
             if edge.reader == reader:
                 kept_ipn[number, edge.panel, edge.place] = False
         rows = kept_ipn.repeat_interleave(weights.shape[batch] // len(self.sets), 0).to(weights.device)
-        kept = aligned(rows, ("batch", "panel", "source"), edges.axes)
+        kept = align_axes(rows, ("batch", "panel", "source"), edges.axes)
         other = None
         if self.how == "mean":
             other = self.reads.mean(reader).to(weights)
         elif self.how == "permuted":
-            other = permuted(weights, edges.axes, len(self.sets))
-        return changed(weights, edges._replace(normalized=edges.normalized and self.renormalize), kept, other)
+            other = permute_tokens(weights, edges.axes, len(self.sets))
+        return replace_weights(weights, edges._replace(normalized=edges.normalized and self.renormalize), kept, other)
 
 
-def permuted(weights: Tensor, axes: Sequence[str], copies: int) -> Tensor:
+def permute_tokens(weights: Tensor, axes: Sequence[str], copies: int) -> Tensor:
     """Return the weights with the tokens of all rows in another order, the same in every copy."""
     places = axes.index("batch"), axes.index("token")
     moved = weights.movedim(places, (0, 1))
@@ -150,7 +150,7 @@ class Prefixes(Observer):
         self.at[position] = Prefix(position, state, depth)
 
 
-def repeated(prefix: Prefix, copies: int) -> Prefix:
+def repeat_prefix(prefix: Prefix, copies: int) -> Prefix:
     """Return a prefix for several copies of its batch, which is the first axis of each tensor."""
 
     def repeat(x: object) -> object:
@@ -168,7 +168,7 @@ def losses(model: Decoder, batch: Batch, edit: Edit, copies: int = 1, after: Pre
     before = model.connections[0].edit
     model.edit_edges(edit)
     try:
-        hidden_btd = model.hidden(inputs_bt, after=None if after is None else repeated(after, copies))
+        hidden_btd = model.hidden(inputs_bt, after=None if after is None else repeat_prefix(after, copies))
     finally:
         model.edit_edges(before)
     nll, _ = model.losses(hidden_btd, targets_bt, fused=False)

@@ -102,7 +102,7 @@ class FigureOverDepth:
         raise NotImplementedError
 
 
-def averaged(values: Array, axes: Sequence[str], over: Sequence[str]) -> tuple[Array, list[str]]:
+def average_axes(values: Array, axes: Sequence[str], over: Sequence[str]) -> tuple[Array, list[str]]:
     """Return the mean over the axes named in `over`, and the names of the other axes."""
     away = tuple(number for number, axis in enumerate(axes) if axis in over)
     return values.mean(away), [axis for axis in axes if axis not in over]
@@ -237,7 +237,7 @@ def named_tokens(count: int) -> list[int]:
     return list(range(0, count, -(-count // NAMED) or 1))
 
 
-def side(count: int, least: float, pitch: float = PITCH) -> float:
+def side_length(count: int, least: float, pitch: float = PITCH) -> float:
     """Return the length of an axis over `count` tokens, at least `least`, in inches. pitch: the inches of a name."""
     return max(least, pitch * len(named_tokens(count)))
 
@@ -246,7 +246,7 @@ def draw_token_maps(maps: Sequence[Sequence[Grid]], names: Sequence[str], title:
     """Draw rows of maps [source, token] on one colour scale, with the names of the tokens below each column."""
     down, across = len(maps), len(maps[0])
     heights = [0.5 + max(0.8, 0.2 * max(len(panel.rows) for panel in row)) for row in maps]
-    width = side(len(names), 3.0) + 0.5
+    width = side_length(len(names), 3.0) + 0.5
     size = width * across + 1.2, sum(heights) + 1.4
     figure, axes = subplots(across, *size, rows=down, gridspec_kw={"height_ratios": heights})
     norm, colours = scale([panel.values for row in maps for panel in row])

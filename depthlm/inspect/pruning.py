@@ -38,7 +38,7 @@ from depthlm.model.decoder import Prefix
 from depthlm.model.edges import Kept, Reader
 from depthlm.run_directory import MANIFEST, RunDirectory
 from depthlm.runs.checkpoints import WEIGHTS
-from depthlm.runs.manifest import Manifest, sealed
+from depthlm.runs.manifest import Manifest, seal
 
 # the sources that a read keeps, by its name and for each of its inputs, as in `model.kept_sources`
 KeptSources = dict[str, list[list[int]]]
@@ -151,7 +151,7 @@ def keep(kept: KeptSources, reads: Reads, reader: Reader, panel: int, sources: S
     panels[panel] = list(sources)
 
 
-def pruned_folder(directory: Path, to: str | None, k: int) -> Path:
+def make_pruned_folder(directory: Path, to: str | None, k: int) -> Path:
     """Return the folder of the pruned run. Raises UserError if it exists and is not empty."""
     folder = directory.with_name(f"{directory.absolute().name}-pruned{k}") if to is None else Path(to)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -179,6 +179,6 @@ def write_pruned(
     text = signed_config_text(config) if is_own(directory) else config_text(config)
     replace_text(target.config, text)
     files = {WEIGHTS: digest(checkpoint / WEIGHTS)}
-    content = sealed({**asdict(manifest), "config": asdict(config), "files": files})
+    content = seal({**asdict(manifest), "config": asdict(config), "files": files})
     # the manifest makes the checkpoint complete
     replace_text(checkpoint / MANIFEST, json.dumps(content))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import depthlm
-from depthlm.counts import counted
+from depthlm.counts import format_count
 from depthlm.errors import UserError
 from depthlm.locations import IS_CHECKOUT, REPOSITORY
 
@@ -130,7 +130,7 @@ class Threads(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        return f"{counted(self.number, 'CPU thread')} per rank ({self.reason})"
+        return f"{format_count(self.number, 'CPU thread')} per rank ({self.reason})"
 
 
 def threads(given: int | None, launcher: str, ranks_of_node: int) -> Threads:
@@ -148,7 +148,9 @@ def threads(given: int | None, launcher: str, ranks_of_node: int) -> Threads:
         return Threads(cores(), "all cores of this process")
     if launcher == "srun" and cores() < (os.cpu_count() or 1):
         return Threads(cores(), "the cores that srun bound it to")
-    return Threads(max(1, cores() // ranks_of_node), f"{counted(cores(), 'core')}, {ranks_of_node} ranks on this node")
+    return Threads(
+        max(1, cores() // ranks_of_node), f"{format_count(cores(), 'core')}, {ranks_of_node} ranks on this node"
+    )
 
 
 def fast_precision(device: str, width: int) -> str:

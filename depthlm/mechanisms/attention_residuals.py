@@ -33,7 +33,7 @@ from depthlm.model.edges import per_token
 from depthlm.model.figures import Figure
 from depthlm.model.layers import Linear
 from depthlm.model.read_ahead import Partial, ReadAhead
-from depthlm.model.settings import at_least, boolean, check, one_of, shown
+from depthlm.model.settings import at_least, boolean, check, format_setting, one_of
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.attention_residuals.naive import depth_attend
 from depthlm.ops.depth_reduce import interpolated, source_scores, weighted_sum
@@ -116,7 +116,7 @@ class AttentionResiduals(Connection):
             key_norm = "weighted" if key_norm else "none"
         is_static = query == "static" and mixing == "softmax"
         if separate_qkv is not None and not is_static:
-            raise ValueError(f"separate_qkv={shown(separate_qkv)}: needs query=static and mixing=softmax")
+            raise ValueError(f"separate_qkv={format_setting(separate_qkv)}: needs query=static and mixing=softmax")
         if values == "normed" and (key_norm == "none" or mixing == "scalars"):
             raise ValueError(
                 "values=normed: the keys are normalized too; needs key_norm=weighted or plain, and no scalars"
@@ -291,7 +291,7 @@ def problems_of_layers(num_layers: int, separate_qkv: Any) -> list[str]:
     if isinstance(separate_qkv, Sequence) and not isinstance(separate_qkv, str):
         if all(type(layer) is int and 0 <= layer < num_layers for layer in separate_qkv):
             return []
-        return [f"separate_qkv={shown(list(separate_qkv))}: the layers must be from 0 to {num_layers - 1}"]
+        return [f"separate_qkv={format_setting(list(separate_qkv))}: the layers must be from 0 to {num_layers - 1}"]
     problems = at_least(1, separate_qkv=separate_qkv, optional=True)
     return [f"{problem}, or a list of layers" for problem in problems]
 

@@ -43,7 +43,7 @@ class DeepNorm(Connection):
     def read(self, state: Hidden, weights: Tensor | None = None) -> tuple[Inputs, Tensor]:
         if not hasattr(self, "norm"):
             return (state.h,), state.h
-        x_btd = self.norm(state.h) if weights is None else normed(self.norm, state.h, weights)
+        x_btd = self.norm(state.h) if weights is None else apply_norm(self.norm, state.h, weights)
         return (x_btd,), x_btd
 
     def weights(self, state: Hidden) -> Tensor | None:
@@ -61,16 +61,16 @@ class DeepNorm(Connection):
 
 def norm_weights(norm: Norm, x_btd: Tensor) -> Tensor:
     """Return what a norm multiplies x by, after it has subtracted the mean if it is a LayerNorm: w_btd."""
-    squares_bt1 = upcast(centred(norm, x_btd)).square().mean(-1, keepdim=True)
+    squares_bt1 = upcast(center(norm, x_btd)).square().mean(-1, keepdim=True)
     return (squares_bt1 + norm.eps).rsqrt() * norm.weight
 
 
-def normed(norm: Norm, x_btd: Tensor, weights_btd: Tensor) -> Tensor:
+def apply_norm(norm: Norm, x_btd: Tensor, weights_btd: Tensor) -> Tensor:
     """Return the result of a norm with given `norm_weights`."""
-    y_btd = (weights_btd * centred(norm, x_btd)).to(x_btd.dtype)
+    y_btd = (weights_btd * center(norm, x_btd)).to(x_btd.dtype)
     return y_btd if norm.bias is None else y_btd + norm.bias
 
 
-def centred(norm: Norm, x_btd: Tensor) -> Tensor:
+def center(norm: Norm, x_btd: Tensor) -> Tensor:
     """Return x, less its mean if the norm is a LayerNorm."""
     return x_btd if norm.bias is None else x_btd - x_btd.mean(-1, keepdim=True)

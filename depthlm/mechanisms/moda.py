@@ -121,22 +121,22 @@ class Moda(SelfAttention):
             kept = self.keep(depth, *own_entry)
         elif self.depth_kv:
             # an entry of the bank is a key and a value of equal width
-            kept = self.keep(depth, k, self.widened(v))
+            kept = self.keep(depth, k, self.widen_values(v))
             if kept is not depth:
                 # the bank has a copy, so nothing keeps the projections in memory
                 k, v = kept[-1]
-                v = self.narrowed(v)
+                v = self.narrow_context(v)
         if depth:
             assert isinstance(depth, Depth)
             bounds = past.bounds(q) if self.edit is None else None
             mask = None if bounds else past.mask_b1ts
             k, v = past.extend(k, v)
             if self.edit is None:
-                context = merged_attention(q, k, self.widened(v), depth, mask, bounds)
+                context = merged_attention(q, k, self.widen_values(v), depth, mask, bounds)
             else:
                 edit = partial(self.edited_probabilities, entries=range(depth.start, depth.end), past=past)
-                context = attend_with_scores(q, k, self.widened(v), depth, mask, edit)
-            context = self.narrowed(context).transpose(1, 2)
+                context = attend_with_scores(q, k, self.widen_values(v), depth, mask, edit)
+            context = self.narrow_context(context).transpose(1, 2)
             if self.gate is not None:
                 without_depth = attend_to(q, k, v, past).unflatten(2, (self.num_heads, -1))
                 context = interpolated(without_depth, context, self.gate[:, None])
@@ -170,14 +170,14 @@ class Moda(SelfAttention):
             k_bkte = k.unflatten(-1, (-1, self.key_size)).transpose(1, 2)
         else:
             k_bkte = self.rotate(k, self.k_norm if self.qk_norm != "none" else None, rope)
-        return k_bkte, self.widened(self.heads(v).transpose(1, 2))
+        return k_bkte, self.widen_values(self.heads(v).transpose(1, 2))
 
-    def widened(self, v_bkte: Tensor) -> Tensor:
+    def widen_values(self, v_bkte: Tensor) -> Tensor:
         """Return the values with zeros, as wide as the keys."""
         padding = self.key_size - self.head_size
         return F.pad(v_bkte, (0, padding)) if padding else v_bkte
 
-    def narrowed(self, x_bhte: Tensor) -> Tensor:
+    def narrow_context(self, x_bhte: Tensor) -> Tensor:
         """Return widened values, or a context of them, without the zeros."""
         return x_bhte[..., : self.head_size] if self.is_latent else x_bhte
 

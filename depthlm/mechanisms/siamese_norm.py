@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from depthlm.mechanisms.deepnorm import norm_weights, normed
+from depthlm.mechanisms.deepnorm import apply_norm, norm_weights
 from depthlm.model.connection import Connection, Cost, Inputs
 from depthlm.model.layers import Norm
 from depthlm.model.shape import Backbone, Size, SublayerSpec
@@ -51,7 +51,7 @@ class SiameseNorm(Connection):
         if weights is None:
             u, p = self.norm_u(state.u), self.norm_p(state.p)
         else:
-            u, p = normed(self.norm_u, state.u, weights[0]), normed(self.norm_p, state.p, weights[1])
+            u, p = apply_norm(self.norm_u, state.u, weights[0]), apply_norm(self.norm_p, state.p, weights[1])
         return (u + p,), u
 
     def weights(self, state: State) -> list[Tensor]:

@@ -23,7 +23,7 @@ def compile_sublayers(model: Decoder, backend: str = "inductor") -> None:
     # imported here, since it takes seconds
     from torch._dynamo import lookup_backend
 
-    compiler = _recomputing(lookup_backend(backend))
+    compiler = _allow_recomputation(lookup_backend(backend))
     for name in REGIONS if all(c.is_compiled for c in model.connections) else SUBLAYERS:
         # a function that takes the layer, so that all layers share its compilation
         compiled = torch.compile(getattr(Layer, name), backend=compiler)
@@ -35,7 +35,7 @@ def compile_sublayers(model: Decoder, backend: str = "inductor") -> None:
     model.is_compiled = True
 
 
-def _recomputing(compiler: Callable) -> Callable:
+def _allow_recomputation(compiler: Callable) -> Callable:
     """Let the backward pass recompute cheap factors of a matrix product on a GPU, such as the activation of an MLP.
 
     By default torch.compile stores them, and a step needs more memory than without it. On a CPU memory is not scarce.

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from depthlm.model.edges import Edit, Reader, described
+from depthlm.model.edges import Edit, Reader, describe_axes
 from depthlm.model.figures import Figure
 from depthlm.model.read_ahead import ReadAhead
 from depthlm.model.shape import Backbone, Size, SublayerSpec
@@ -122,7 +122,7 @@ class Connection(nn.Module):
         """Return the weights that a read uses. axes, sources, normalized: see `depthlm.model.edges.Edges`."""
         if self.edit is None:
             return weights
-        edges = described(weights, axes, sources, normalized)
+        edges = describe_axes(weights, axes, sources, normalized)
         return self.edit(Reader(self.spec.kind, self.spec.layer), weights, edges)
 
     def write(self, state: State, output_btd: Tensor, carry: Any) -> State:

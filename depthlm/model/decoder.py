@@ -24,7 +24,7 @@ from depthlm.model.layers import Embedding, Head, Norm, rope_tables
 from depthlm.model.parameters import Factors
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.backend import fused, using
-from depthlm.ops.dropout import Dropout, dropout
+from depthlm.ops.dropout import Dropout, apply_dropout
 
 # recompute everything but matrix products and attention over the sequence
 SELECTIVE = "selective"
@@ -65,7 +65,7 @@ class Decoder(nn.Module):
     connection, attention: factories, called with (spec, size, backbone); attention for layers with keys and values.
     loops: the number of passes through the same layers. Each pass has its own connections.
     kept_sources: of a pruned model, the sources that its reads keep (see `depthlm.model.edges.Kept`).
-    activation_checkpointing: what the backward pass recomputes (see `recomputed`).
+    activation_checkpointing: what the backward pass recomputes (see `recompute_layer`).
     kernels: the implementation of the operators over depth: auto, triton or torch (`depthlm.ops.backend`).
     end_of_text: the token that ends a document. With it, tokens attend only within their document and positions start
         at 0 in each document, so the logits equal those of the document alone. None: each sequence is one document.
@@ -190,19 +190,19 @@ class Decoder(nn.Module):
         if self.backbone.position == "rope":
             rope = rope_tables(positions, self.size.head_size, self.backbone.rope_theta)
 
-        how = Dropout(self.backbone.dropout, seeds_b) if self.backbone.dropout and seeds_b is not None else None
+        dropout = Dropout(self.backbone.dropout, seeds_b) if self.backbone.dropout and seeds_b is not None else None
         if after is None:
-            embedding_btd = dropout(self.embedding(tokens_bt, positions), how, 0)
+            embedding_btd = apply_dropout(self.embedding(tokens_bt, positions), dropout, 0)
             observer.open(embedding_btd)
             after = Prefix(0, self.connections[0].open(embedding_btd), self._open_depth())
         (first, state, depth), routings = after, []
         for position in range(first, self.loops * self.size.num_layers):
             observer.layer(position, state, depth)
-            layer = recomputed(
+            layer = recompute_layer(
                 self.layers[position % self.size.num_layers], position, self.activation_checkpointing, self.kernels
             )
             connections = self.connections[2 * position], self.connections[2 * position + 1]
-            past = AttentionContext(documents, cache, position, None if how is None else how.at(position + 1))
+            past = AttentionContext(documents, cache, position, None if dropout is None else dropout.at(position + 1))
             state, depth, routing = layer(state, depth, connections, rope, past, observer)
             routings += [routing] if routing is not None else []
         if cache is not None:
@@ -211,9 +211,9 @@ class Decoder(nn.Module):
         observer.read(self.connections[-1], state)
         return self.connections[-1].close(state), routings
 
-    def mask_documents(self, how: bool | Literal["bos"], end_of_text: int) -> None:
+    def mask_documents(self, mask_mode: bool | Literal["bos"], end_of_text: int) -> None:
         """Limit attention to documents as `data.document_mask` says."""
-        self.end_of_text, self.end_of_text_begins = end_of_text if how else None, how == "bos"
+        self.end_of_text, self.end_of_text_begins = end_of_text if mask_mode else None, mask_mode == "bos"
 
     def ends_of_documents(self, of_text_bt: Tensor) -> Tensor:
         """Return where a token is the last of its document. of_text_bt: where it is end_of_text."""
@@ -228,13 +228,13 @@ class Decoder(nn.Module):
         """Return the mixtures of experts, in the order of layers."""
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, Mixture)]
 
-    def checkpoint_activations(self, how: bool | int | str = True) -> None:
-        """Recompute activations in the backward pass (see `recomputed`), and call `read_alone`.
+    def checkpoint_activations(self, recompute: bool | int | str = True) -> None:
+        """Recompute activations in the backward pass (see `recompute_layer`), and call `read_alone`.
 
-        Values that are read ahead would otherwise be stored between all layers. how: False: nothing is done.
+        Values that are read ahead would otherwise be stored between all layers. recompute: False: nothing is done.
         """
-        self.activation_checkpointing = how
-        if how:
+        self.activation_checkpointing = recompute
+        if recompute:
             self.read_alone()
 
     def read_alone(self) -> None:
@@ -252,16 +252,16 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_btd: Tensor) -> Tensor:
         """Return logits_btv."""
-        return self.head(self.final_norm(hidden_btd), self._tied())
+        return self.head(self.final_norm(hidden_btd), self._tied_weight())
 
     def losses(self, hidden_btd: Tensor, targets_bt: Tensor, fused: bool) -> tuple[Tensor, Tensor]:
         """Return nll_r and logsumexp_r of all r = b * t tokens, without the full logits of a large batch in memory.
 
         The nll of a target of -100 is undefined and must get no gradient.
         """
-        return self.head(self.final_norm(hidden_btd), self._tied(), targets_bt.flatten(), fused)
+        return self.head(self.final_norm(hidden_btd), self._tied_weight(), targets_bt.flatten(), fused)
 
-    def _tied(self) -> Tensor | None:
+    def _tied_weight(self) -> Tensor | None:
         # an untied head must not read the embedding matrix: with sharded weights each read costs an all-gather
         return self.embedding.weight if self.backbone.tie_embeddings else None
 
@@ -278,17 +278,17 @@ def head_and_loss(model: Decoder, hidden_btd: Tensor, targets_bt: Tensor, fused:
     return Loss(nll.where(counted, 0).sum(), z.where(counted, 0).sum(), counted.sum())
 
 
-def recomputed(layer: Callable, position: int, how: bool | int | str, kernels: str) -> Callable:
+def recompute_layer(layer: Callable, position: int, recompute: bool | int | str, kernels: str) -> Callable:
     """Return a layer whose activations are recomputed in the backward pass (arXiv 1604.06174), or the layer itself.
 
-    how: True: every layer; n: layers 0, n, 2n, ... by their position; "selective": every layer, but its matrix products
-    and attention over the sequence are stored; False: no layer.
+    recompute: True: every layer; n: layers 0, n, 2n, ... by their position; "selective": every layer, but its matrix
+    products and attention over the sequence are stored; False: no layer.
     """
-    if not how or not torch.is_grad_enabled():
+    if not recompute or not torch.is_grad_enabled():
         return layer
-    if how != SELECTIVE and position % int(how):
+    if recompute != SELECTIVE and position % int(recompute):
         return layer
-    contexts = _selective if how == SELECTIVE else _contexts
+    contexts = _selective if recompute == SELECTIVE else _contexts
     # a capture cannot read the state of the generator; layers that draw from it are not captured
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     context_fn = partial(contexts, kernels)

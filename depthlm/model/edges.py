@@ -50,8 +50,10 @@ class Edges(NamedTuple):
 Edit = Callable[[Reader, Tensor, Edges], Tensor]
 
 
-def described(weights: Tensor, axes: tuple[str, ...], sources: Sequence[int] = (), normalized: bool = False) -> Edges:
-    """Return what weights are. sources: (): 0, 1, ..."""
+def describe_axes(
+    weights: Tensor, axes: tuple[str, ...], sources: Sequence[int] = (), normalized: bool = False
+) -> Edges:
+    """Describe the axes of a weight tensor. sources: (): 0, 1, ..."""
     if not sources:
         sources = range(weights.shape[axes.index("source")] if "source" in axes else 1)
     return Edges(axes, tuple(sources), normalized)
@@ -63,7 +65,7 @@ def per_token(weights: Tensor, x_bt: Tensor) -> Tensor:
     return weights.view(-1, *[1] * len(shape)).expand(-1, *shape)
 
 
-def changed(weights: Tensor, edges: Edges, kept: Tensor, other: Tensor | None = None) -> Tensor:
+def replace_weights(weights: Tensor, edges: Edges, kept: Tensor, other: Tensor | None = None) -> Tensor:
     """Return the weights where `kept` is true, and `other` elsewhere.
 
     kept: broadcasts to the weights. other: likewise; None: 0, with the remaining weights renormalized to their earlier
@@ -74,17 +76,17 @@ def changed(weights: Tensor, edges: Edges, kept: Tensor, other: Tensor | None = 
     if edges.maps_streams:
         return torch.where(kept, weights, torch.eye(weights.shape[-1], dtype=weights.dtype, device=weights.device))
     remaining = torch.where(kept, weights, 0)
-    return renormalized(remaining, weights, edges) if edges.normalized else remaining
+    return renormalize(remaining, weights, edges) if edges.normalized else remaining
 
 
-def renormalized(remaining: Tensor, weights: Tensor, edges: Edges) -> Tensor:
+def renormalize(remaining: Tensor, weights: Tensor, edges: Edges) -> Tensor:
     """Return weights with the sum over the sources that they had before a part was removed."""
     axis = edges.axes.index("source")
     before, after = weights.sum(axis, keepdim=True), remaining.sum(axis, keepdim=True)
     return remaining * torch.where(after > 0, before / after, 0)
 
 
-def aligned(x: Tensor, names: Sequence[str], axes: Sequence[str]) -> Tensor:
+def align_axes(x: Tensor, names: Sequence[str], axes: Sequence[str]) -> Tensor:
     """Return x, whose axes have these names, as it broadcasts to `axes`. An axis that these lack has one entry."""
     lacking = tuple(number for number, name in enumerate(names) if name not in axes)
     names = [name for name in names if name in axes]
@@ -120,7 +122,7 @@ class Kept:
         if key not in self.masks:
             rows = [[self.keeps(reader, panel, source) for source in edges.sources] for panel in range(len(panels))]
             self.masks[key] = torch.tensor(rows, device=weights.device)
-        return changed(weights, edges, aligned(self.masks[key], ("panel", "source"), edges.axes))
+        return replace_weights(weights, edges, align_axes(self.masks[key], ("panel", "source"), edges.axes))
 
     def keeps(self, reader: Reader, panel: int, source: int) -> bool:
         """Return whether an input of a reader keeps a source."""

@@ -15,7 +15,7 @@ from depthlm.model.connection import Connection, Inputs, State
 from depthlm.model.experts import Experts, Mixture, Routing
 from depthlm.model.layers import MLP, Norm, Rope
 from depthlm.model.shape import Backbone, Size, SublayerSpec
-from depthlm.ops.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, Dropout, dropout
+from depthlm.ops.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, Dropout, apply_dropout
 
 
 class Observer:
@@ -138,21 +138,21 @@ class Layer(nn.Module):
         carry: Any,
         context: Any,
         rope: Rope | None,
-        how: Dropout | None = None,
+        dropout: Dropout | None = None,
         observer: Observer = UNOBSERVED,
     ) -> tuple[State, tuple[Tensor, ...], Routing | None]:
         """Write the output of the attention, and read and write for the MLP.
 
-        context: what `attend` of the mixer returned. how: the dropout of this layer.
+        context: what `attend` of the mixer returned. dropout: the dropout of this layer.
         Return the state, the result of `SelfAttention.project_mlp` for the input of the MLP, and the routing.
         """
         for_attention, for_mlp = connections
-        output_btd = self.output(context, how)
+        output_btd = self.output(context, dropout)
         observer.write(for_attention.spec, output_btd)
         state = for_attention.write(state, output_btd, carry)
         observer.read(for_mlp, state)
         inputs, carry = for_mlp.read(state)
-        output_btd, entry, routing = self.transform(inputs, rope, how)
+        output_btd, entry, routing = self.transform(inputs, rope, dropout)
         observer.write(for_mlp.spec, output_btd)
         return for_mlp.write(state, output_btd, carry), entry, routing
 
@@ -160,26 +160,28 @@ class Layer(nn.Module):
         """Return the result of `SelfAttention.project` for the inputs of a connection."""
         inputs = inputs[:1] if self.only_q else inputs
         if self.pre_norm:
-            inputs = _normed(self.attention_norm, inputs)
+            inputs = _apply_norms(self.attention_norm, inputs)
         q_in, k_in, v_in = inputs if len(inputs) == 3 else inputs * 3
         return self.attention.project(q_in, k_in, v_in, rope)
 
-    def output(self, context: Any, how: Dropout | None = None) -> Tensor:
+    def output(self, context: Any, dropout: Dropout | None = None) -> Tensor:
         """Return output_btd of the attention sublayer. context: what `attend` of its mixer returned."""
-        return dropout(self._normed_output("attention", self.attention.output(context)), how, ATTENTION_OUTPUT)
+        return apply_dropout(
+            self._normed_output("attention", self.attention.output(context)), dropout, ATTENTION_OUTPUT
+        )
 
     def transform(
-        self, inputs: Inputs, rope: Rope | None, how: Dropout | None = None
+        self, inputs: Inputs, rope: Rope | None, dropout: Dropout | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...], Routing | None]:
         """Return output_btd of the MLP, the result of `SelfAttention.project_mlp` for its input, and the routing."""
         if self.pre_norm:
-            inputs = _normed(self.mlp_norm, inputs)
+            inputs = _apply_norms(self.mlp_norm, inputs)
         if isinstance(self.mlp, Mixture):
             output_btd, routing = self.mlp(inputs[0])
         else:
-            output_btd, routing = self.mlp(inputs[0], how), None
+            output_btd, routing = self.mlp(inputs[0], dropout), None
         entry = self.attention.project_mlp(inputs[0], rope)
-        return dropout(self._normed_output("mlp", output_btd), how, MLP_OUTPUT), entry, routing
+        return apply_dropout(self._normed_output("mlp", output_btd), dropout, MLP_OUTPUT), entry, routing
 
     def _normed_output(self, sublayer: str, output_btd: Tensor) -> Tensor:
         return getattr(self, f"{sublayer}_{self.post_norm}")(output_btd) if self.post_norm else output_btd
@@ -191,7 +193,7 @@ def _norms(count: int, size: Size, backbone: Backbone) -> nn.Module:
     return nn.ModuleList(Norm(size.hidden_size, backbone) for _ in range(count))
 
 
-def _normed(norm: nn.Module, inputs: Inputs) -> Inputs:
+def _apply_norms(norm: nn.Module, inputs: Inputs) -> Inputs:
     norms = norm if isinstance(norm, nn.ModuleList) else (norm,)
     # in another loop, q, k and v have inputs of their own
     inputs = inputs if len(inputs) == len(norms) else inputs * len(norms)

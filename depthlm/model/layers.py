@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from depthlm.model.shape import Backbone, Size
 from depthlm.ops.cross_entropy.chunked import linear_cross_entropy
-from depthlm.ops.dropout import HIDDEN, Dropout, dropout
+from depthlm.ops.dropout import HIDDEN, Dropout, apply_dropout
 from depthlm.ops.dtypes import compute_dtype, upcast
 from depthlm.ops.functions import gated_product, gated_projection, linear, linear_together, rms_norm
 
@@ -71,11 +71,11 @@ class MLP(nn.Module):
         self.up_proj = Linear(d, f, bias=bias)
         self.down_proj = (GatedLinear if gated else Linear)(f, d, bias=bias)
 
-    def forward(self, x_btd: Tensor, how: Dropout | None = None) -> Tensor:
+    def forward(self, x_btd: Tensor, dropout: Dropout | None = None) -> Tensor:
         if self.gate_proj is None:
-            return self.down_proj(dropout(F.relu(self.up_proj(x_btd)), how, HIDDEN))
+            return self.down_proj(apply_dropout(F.relu(self.up_proj(x_btd)), dropout, HIDDEN))
         gate, up = linear_together(x_btd, self.gate_proj, self.up_proj)
-        up = dropout(up, how, HIDDEN)
+        up = apply_dropout(up, dropout, HIDDEN)
         hidden = gated_product(gate, up)
         # a wrapper, such as PEFT's of an adapter, has the interface of nn.Linear
         return self.down_proj(hidden, gate, up) if isinstance(self.down_proj, GatedLinear) else self.down_proj(hidden)

@@ -129,7 +129,7 @@ def optimizer_groups(
 
     Raises: ValueError if `optimizer_settings` names an unknown parameter of that module, or an unknown setting.
     """
-    settings, overrides = _declared(model), overrides or {}
+    settings, overrides = _read_declared(model), overrides or {}
     groups: dict[tuple[str, float, float, float], dict[str, Any]] = {}
     for owned in owned_parameters(model):
         if not owned.parameter.requires_grad:
@@ -152,7 +152,7 @@ def optimizer_groups(
     return list(groups.values())
 
 
-def _declared(model: nn.Module) -> dict[str, dict[str, float]]:
+def _read_declared(model: nn.Module) -> dict[str, dict[str, float]]:
     declared: dict[str, dict[str, float]] = {}
     for path, module in model.named_modules():
         names = dict(module.named_parameters())

@@ -14,7 +14,7 @@ def check(*problems: list[str]) -> None:
 def at_least(bound: int, *, optional: bool = False, **settings: object) -> list[str]:
     """Report the settings that are not a whole number of at least `bound`. Optional settings may be None."""
     return [
-        f"{name}={shown(value)}: must be a whole number of at least {bound}{', or null' if optional else ''}"
+        f"{name}={format_setting(value)}: must be a whole number of at least {bound}{', or null' if optional else ''}"
         for name, value in settings.items()
         if not (optional and value is None) and (type(value) is not int or value < bound)
     ]
@@ -23,7 +23,7 @@ def at_least(bound: int, *, optional: bool = False, **settings: object) -> list[
 def number(bound: float, **settings: object) -> list[str]:
     """Report the settings that are not a finite number of at least `bound`."""
     return [
-        f"{name}={shown(value)}: must be a number of at least {bound:g}"
+        f"{name}={format_setting(value)}: must be a number of at least {bound:g}"
         for name, value in settings.items()
         if not isinstance(value, int | float) or isinstance(value, bool) or not bound <= value < math.inf
     ]
@@ -33,7 +33,7 @@ def one_of(choices: Iterable[str | int], **settings: object) -> list[str]:
     """Report the settings that are none of the choices. Types must match: neither true nor "1" equals 1."""
     allowed = list(choices)
     return [
-        f"{name}={shown(value)}: must be one of {', '.join(map(str, allowed))}"
+        f"{name}={format_setting(value)}: must be one of {', '.join(map(str, allowed))}"
         for name, value in settings.items()
         if not any(value == choice and type(value) is type(choice) for choice in allowed)
     ]
@@ -42,16 +42,16 @@ def one_of(choices: Iterable[str | int], **settings: object) -> list[str]:
 def boolean(**settings: object) -> list[str]:
     """Report the settings that are neither true nor false."""
     return [
-        f"{name}={shown(value)}: must be true or false"
+        f"{name}={format_setting(value)}: must be true or false"
         for name, value in settings.items()
         if not isinstance(value, bool)
     ]
 
 
-def shown(value: object) -> str:
+def format_setting(value: object) -> str:
     """Return a value as YAML writes it. Text is quoted unless it is an identifier."""
     if isinstance(value, list):
-        return f"[{','.join(map(shown, value))}]"
+        return f"[{','.join(map(format_setting, value))}]"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return repr(value) if isinstance(value, str) and not value.isidentifier() else str(value)

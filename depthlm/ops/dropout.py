@@ -29,21 +29,21 @@ class Dropout(NamedTuple):
         return Dropout(self.rate, hashed(self.seeds_b + ((number + 1) * GOLDEN + 2**31) % 2**32 - 2**31))
 
 
-def dropout(x: Tensor, how: Dropout | None, place: int) -> Tensor:
+def apply_dropout(x: Tensor, dropout: Dropout | None, place: int) -> Tensor:
     """Return x with values set to zero at random, and the others divided by 1 - rate (arXiv 1207.0580). None: return x.
 
     x: [b, ...]. place: number of this use among those with the same seeds.
     """
-    if how is None:
+    if dropout is None:
         return x
-    return torch.where(kept(x.shape, how.at(place)), x, 0) / (1 - how.rate)
+    return torch.where(draw_mask(x.shape, dropout.at(place)), x, 0) / (1 - dropout.rate)
 
 
-def kept(shape: torch.Size, how: Dropout) -> Tensor:
+def draw_mask(shape: torch.Size, dropout: Dropout) -> Tensor:
     """Return a mask of a shape [b, ...], true with probability 1 - rate."""
-    index = torch.arange(shape[1:].numel(), dtype=torch.int32, device=how.seeds_b.device).view(1, *shape[1:])
-    seeds = how.seeds_b.view(-1, *[1] * (len(shape) - 1))
-    return hashed(hashed(index) ^ seeds) >= round(how.rate * 2**32) - 2**31
+    index = torch.arange(shape[1:].numel(), dtype=torch.int32, device=dropout.seeds_b.device).view(1, *shape[1:])
+    seeds = dropout.seeds_b.view(-1, *[1] * (len(shape) - 1))
+    return hashed(hashed(index) ^ seeds) >= round(dropout.rate * 2**32) - 2**31
 
 
 def hashed(x: Tensor) -> Tensor:

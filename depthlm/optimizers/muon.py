@@ -64,7 +64,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 parts = self.split[parameter].orthogonalized(update, group["ns_steps"])
             else:
                 stack = update.view(-1, *update.shape[-2:])
-                parts = [Orthogonalized(0, orthogonalized(stack, group["ns_steps"]).view_as(update), update.shape)]
+                parts = [Orthogonalized(0, orthogonalize(stack, group["ns_steps"]).view_as(update), update.shape)]
             for part in parts:
                 target = parameter.view(-1)[part.offset : part.offset + part.values.numel()].view_as(part.values)
                 target.add_(part.values, alpha=-group["lr"] * 0.2 * math.sqrt(max(part.shape[-2:])))
@@ -86,7 +86,7 @@ class SplitMatrices(Protocol):
         ...
 
 
-def orthogonalized(stack_emn: Tensor, steps: int) -> Tensor:
+def orthogonalize(stack_emn: Tensor, steps: int) -> Tensor:
     """Return the matrices of a stack [e, m, n] with singular values of about 1.
 
     Newton-Schulz iterations as in torch.optim.Muon, for all matrices at once.

@@ -7,10 +7,11 @@ a matrix, and e the width of a head. The factors are relative to those of the ba
     CompleteP (arXiv 2505.01618, alpha 1):   also outputs of sublayers / m_L, decay of matrices m, epsilon / (m_D m_L)
 
 Where a read does not add up all outputs, the number of those that it adds up takes the place of L in their factor
-(`summed_outputs`). A mean counts as a sum, since a norm follows. A factor c of the result of a parameter w is part of
-w: it starts as c w, with rate c, and with decay and epsilon 1 / c. With an optimizer whose updates do not depend on the
-scale of gradients, such as AdamW, that is the same as a factor in the model, but for the clipping of gradients, and
-costs nothing. So the factors equal those of the released code of CompleteP (github.com/EleutherAI/nanoGPT-mup).
+(`count_summed_outputs`). A mean counts as a sum, since a norm follows. A factor c of the result of a parameter w is
+part of w: it starts as c w, with rate c, and with decay and epsilon 1 / c. With an optimizer whose updates do not
+depend on the scale of gradients, such as AdamW, that is the same as a factor in the model, but for the clipping of
+gradients, and costs nothing. So the factors equal those of the released code of CompleteP
+(github.com/EleutherAI/nanoGPT-mup).
 
 A module declares those of its own and its children's parameters whose rate follows the width unlike that of a matrix,
 as m to a negative power: 1 for a vector over which a product sums, 2 for a matrix whose result another product sums.
@@ -48,10 +49,13 @@ def parametrize(model: Decoder, base: Decoder, name: Literal["mup", "completep"]
     width, depth, output_factor = model.size.hidden_size / base.size.hidden_size, 1.0, 1.0
     if is_completep:
         depth = model.connections[0].spec.num_layers / base_connection.spec.num_layers
-        output_factor = summed_outputs(base_connection) / summed_outputs(model.connections[0])
+        output_factor = count_summed_outputs(base_connection) / count_summed_outputs(model.connections[0])
     eps = 1 / (width * depth) if is_completep else 1.0
     result_factors = _result_factors(model, base, width, output_factor)
-    width_exponents, depth_exponents = _declared(model, "width_exponents"), _declared(model, "depth_exponents")
+    width_exponents, depth_exponents = (
+        _read_exponents(model, "width_exponents"),
+        _read_exponents(model, "depth_exponents"),
+    )
     for owned, of_base in zip(owned_parameters(model), owned_parameters(base), strict=True):
         is_matrix = kind_of(owned) in ("matrix", "experts")
         exponent = width_exponents.get(owned.name, 1.0 if is_matrix else 0.0)
@@ -64,7 +68,7 @@ def parametrize(model: Decoder, base: Decoder, name: Literal["mup", "completep"]
         model.factors[owned.name] = factors.scaled(c)
 
 
-def summed_outputs(connection: Connection) -> int:
+def count_summed_outputs(connection: Connection) -> int:
     """Return how many outputs of sublayers the last read adds up. Raises ValueError if that is not defined."""
     rule, name = connection.accumulates, type(connection).__name__
     if rule is None:
@@ -75,7 +79,7 @@ def summed_outputs(connection: Connection) -> int:
     return existing if rule == "sum" else min(rule, existing)
 
 
-def _declared(model: nn.Module, attribute: str) -> dict[str, float]:
+def _read_exponents(model: nn.Module, attribute: str) -> dict[str, float]:
     """Return the exponents that modules declare, by the names of the parameters."""
     return {
         f"{path}.{name}": exponent

@@ -17,7 +17,7 @@ from torch import Tensor
 from depthlm.data import padded_vocab_size, vocab_size
 from depthlm.errors import UserError
 from depthlm.files import is_inside, read_text
-from depthlm.model.settings import shown
+from depthlm.model.settings import format_setting
 from depthlm.pretrained.native import NATIVE, SHAPE, import_settings, import_weight, stack_experts
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
@@ -83,8 +83,8 @@ def differences(source: Pretrained, groups: Mapping[str, Any]) -> list[str]:
             continue
         for key, value, run_value in _pairs(imported, configured):
             if value != run_value:
-                errors.append(f"{part}.{key}={shown(run_value)}: the weights have {shown(value)}")
-                fixes.append(f"{part}.{key}={shown(value)}")
+                errors.append(f"{part}.{key}={format_setting(run_value)}: the weights have {format_setting(value)}")
+                fixes.append(f"{part}.{key}={format_setting(value)}")
     wanted = source.settings["size"]["vocab_size"]
     if vocab_size(groups["data"]) > wanted:
         tokenizer = source.folder / TOKENIZER

@@ -44,7 +44,7 @@ def entries(size: Size, backbone: Backbone) -> dict[str, Any]:
     }
 
 
-def normalized(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def normalize_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Return its config.json with the names of the hub, the backbone settings of its layers, and what is unsupported.
 
     Raises KeyError if the layers of each kind are not listed.

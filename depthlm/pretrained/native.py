@@ -15,7 +15,7 @@ from depthlm.model.attention.delta import DeltaAttention
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.decoder import Decoder
 from depthlm.model.shape import Backbone, Size
-from depthlm.pretrained.kimi import entries, normalized
+from depthlm.pretrained.kimi import entries, normalize_settings
 
 # backbone fields that both classes have as settings, with the defaults for a config.json that lacks them
 FREE = {"norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": False, "tie_embeddings": False}
@@ -192,7 +192,7 @@ def import_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]
     """
     native, mixers, unsupported = NATIVE[config["model_type"]], {"mixers": ["attention"]}, list[str]()
     if config["model_type"] == "kimi_linear":
-        config, mixers, unsupported = normalized(config)
+        config, mixers, unsupported = normalize_settings(config)
     theta, scaling = _rope(config)
     unsupported += scaling
     if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
@@ -223,11 +223,11 @@ def import_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]
 
 def import_weight(model_type: str, name: str, weight: Tensor) -> tuple[str, Tensor]:
     """Return our name of a weight of transformers, and the weight in our shape."""
-    name = _renamed(name, {hf_name: name for name, hf_name in _names(model_type).items()})
+    name = _rename(name, {hf_name: name for name, hf_name in _names(model_type).items()})
     if model_type == "kimi_linear":
         # transformers also writes dense MLPs with this name
         name = name.replace(".block_sparse_moe.", ".mlp.")
-        name = _renamed(name, {f".{projection}.weight": f".{part}.weight" for part, projection in KIMI_EXPERT.items()})
+        name = _rename(name, {f".{projection}.weight": f".{part}.weight" for part, projection in KIMI_EXPERT.items()})
     if name.endswith("conv1d.weight"):
         weight = weight.squeeze(1)
     return name, weight.flatten() if name.endswith(".A_log") else weight
@@ -236,8 +236,8 @@ def import_weight(model_type: str, name: str, weight: Tensor) -> tuple[str, Tens
 def export_weight(model_type: str, name: str, weight: Tensor) -> tuple[str, Tensor]:
     """Return the name of a weight in transformers, and the weight in the shape that it has there."""
     if model_type == "kimi_linear" and ".experts." in name:
-        name = _renamed(name, {f".{part}.weight": f".{projection}.weight" for part, projection in KIMI_EXPERT.items()})
-    name = _renamed(name, _names(model_type))
+        name = _rename(name, {f".{part}.weight": f".{projection}.weight" for part, projection in KIMI_EXPERT.items()})
+    name = _rename(name, _names(model_type))
     if name.endswith("conv1d.weight"):
         weight = weight.unsqueeze(1)
     return name, weight.view(1, 1, -1, 1) if name.endswith(".A_log") else weight
@@ -298,7 +298,7 @@ def _names(model_type: str) -> dict[str, str]:
     return beginnings | {"layers.": "model.layers."} | NATIVE[model_type].names | {".attention.": ".self_attn."}
 
 
-def _renamed(name: str, names: Mapping[str, str]) -> str:
+def _rename(name: str, names: Mapping[str, str]) -> str:
     begin = next((text for text in names if not text.startswith(".") and name.startswith(text)), "")
     part = next((text for text in names if text.startswith(".") and text in name), "")
     name = names.get(begin, "") + name.removeprefix(begin)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from depthlm.config.experiment import Column
 from depthlm.config.names import normal_value, short_key
-from depthlm.counts import as_number, counted, duration_text
+from depthlm.counts import as_number, duration_text, format_count
 from depthlm.report.comparison import difference_text
 from depthlm.report.figures.charts import draw_lines
-from depthlm.report.rows import Measured, Row, by_seed, difference, labelled, measured, number, pooled
+from depthlm.report.rows import Measured, Row, by_seed, difference, label_rows, measure_column, number, pool_deviations
 from depthlm.report.sweep import Difference, Sweep, title_of
 from depthlm.report.tables import DASH, Table, cells, markdown, number_text, plain
 from depthlm.runs.records import WAITING, RunRecord
@@ -17,7 +17,7 @@ from depthlm.sweeps.best import (
     Value,
     axis,
     group_of,
-    reported_parts,
+    report_parts,
     selection_column,
     undecided_text,
     value_of,
@@ -74,7 +74,7 @@ class Group:
         values = [value for place in range(len(self.chosen)) for value in self.beside(place) if value is not None]
         best = self.grid[self.chosen]
         ours = [None if self.diverged(value) else difference(self.grid[value], best, self.column) for value in values]
-        return dict(zip(values, pooled(ours), strict=True))
+        return dict(zip(values, pool_deviations(ours), strict=True))
 
 
 def groups_of(sweep: Sweep) -> list[Group]:
@@ -84,7 +84,7 @@ def groups_of(sweep: Sweep) -> list[Group]:
     for row in sweep.selection:
         grids.setdefault(group_of(row.points[0]), {})[value_of(row.points[0])] = row
     points = [next(iter(grid.values())).points[0] for grid in grids.values()]
-    names = labelled([Row([replace(p, settings=dict(group_of(p)))], [], reported_parts(p)) for p in points])
+    names = label_rows([Row([replace(p, settings=dict(group_of(p)))], [], report_parts(p)) for p in points])
     return [
         Group(
             name.label,
@@ -105,7 +105,7 @@ def choice_parts(sweep: Sweep, folder: Path) -> list[str]:
         return []
     groups = groups_of(sweep)
     table = replace(choice_table(sweep), title="")
-    parts = ["## Choice", markdown(table), LEGEND, plain(_spent(sweep))]
+    parts = ["## Choice", markdown(table), LEGEND, plain(_describe_cost(sweep))]
     for place, name in enumerate(settings_of(sweep)):
         file = f"choice_{short_key(name).replace('/', '_')}.png"
         if _draw(sweep, groups, place, folder / file):
@@ -148,7 +148,7 @@ def _lines(group: Group, names: Sequence[str]) -> Iterator[list[str]]:
             yield [short_key(name), DASH, DASH, DASH, DASH, spent, "not chosen yet"]
         return
     best, column, differences = group.grid[group.chosen], group.column, group.differences()
-    loss = measured(best, column)
+    loss = measure_column(best, column)
     for place, name in enumerate(names):
         texts, remarks = [], [] if len(best.runs) > 1 else ["one seed: no interval"]
         beside = group.beside(place)
@@ -178,14 +178,14 @@ def _without(value: Value, place: int) -> Value:
     return (*value[:place], *value[place + 1 :])
 
 
-def _spent(sweep: Sweep) -> str:
+def _describe_cost(sweep: Sweep) -> str:
     """Return how many runs choose and how many report, with the training time of the complete ones."""
     texts = []
     for rows in (sweep.selection, sweep.rows):
         runs = [run for row in rows for run in row.runs if run.state != WAITING]
         seconds = [value for run in runs if (value := number(run, "wall_seconds")) is not None]
         time = f", {duration_text(sum(seconds))} of training in those that are complete" if seconds else ""
-        texts.append(f"{counted(len(runs), 'run')}{time}")
+        texts.append(f"{format_count(len(runs), 'run')}{time}")
     return f"Spent to choose: {texts[0]}. To report: {texts[1]}."
 
 
@@ -207,7 +207,7 @@ def _draw(sweep: Sweep, groups: Sequence[Group], place: int, path: Path) -> bool
             rows.append(drawn)
             if value == group.chosen:
                 ringed.add(drawn.label)
-            if not group.diverged(value) and (loss := measured(row, group.column)) is not None:
+            if not group.diverged(value) and (loss := measure_column(row, group.column)) is not None:
                 # the interval of the loss itself would be that of the seeds, which all values share
                 ours = differences.get(value)
                 numbers[drawn.label] = replace(loss, deviation=None) if ours is None else replace(ours, mean=loss.mean)

@@ -10,7 +10,7 @@ from typing import Any
 from depthlm.config.names import report_name
 from depthlm.config.schema import Tracker
 from depthlm.console import stdout_console
-from depthlm.counts import counted
+from depthlm.counts import format_count
 from depthlm.errors import UserError
 from depthlm.files import replace_text
 from depthlm.locations import command
@@ -78,11 +78,11 @@ def _report_sweep(
     waiting = [f"{undecided_text(sweep.undecided)}."] if sweep.undecided else []
     _show(path, tables, [*warnings(sweep), f"{state_line(sweep.runs)}.", *waiting], project)
     if all(run.state == WAITING for run in sweep.runs):
-        print(_untrained(overrides, config_dir, sweep))
+        print(_describe_untrained(overrides, config_dir, sweep))
     return path
 
 
-def _untrained(overrides: Sequence[str], config_dir: str | Path | None, sweep: Sweep) -> str:
+def _describe_untrained(overrides: Sequence[str], config_dir: str | Path | None, sweep: Sweep) -> str:
     """Return the command that trains a sweep of which no run has begun, and which runs exist beside it."""
     flags = [] if config_dir is None else [f"--config-dir={config_dir}"]
     lines = [f"No run has begun. To train them: {command('train.py', 'train')} -m {shlex.join([*overrides, *flags])}"]
@@ -92,7 +92,7 @@ def _untrained(overrides: Sequence[str], config_dir: str | Path | None, sweep: S
         names = [str(run.directory) for run in sweep.runs]
         close = next(iter(difflib.get_close_matches(names[0], others, n=1, cutoff=0.0)))
         verb = "has" if len(others) == 1 else "have"
-        beside = f"{counted(len(others), 'other run')} beside them {verb} other settings"
+        beside = f"{format_count(len(others), 'other run')} beside them {verb} other settings"
         lines.append(f"{beside}, such as {close}: check the overrides")
     return "\n".join(lines)
 

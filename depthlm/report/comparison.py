@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from depthlm.config.experiment import Column
-from depthlm.report.rows import FACTS, measured, paper, spread
+from depthlm.report.rows import FACTS, measure_column, paper, spread
 from depthlm.report.sweep import Difference, Sweep, references_text, title_of
 from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, markdown, number_text, signed_text
 
@@ -75,7 +75,7 @@ def _ours(sweep: Sweep, name: str) -> list[Cell]:
     best = set() if column.metric in FACTS else sweep.best(column)
     shown = []
     for row in sweep.rows:
-        value = measured(row, column)
+        value = measure_column(row, column)
         if value is None:
             shown.append(Cell(MISSING if column.metric and not row.any_complete else DASH))
             continue
@@ -98,7 +98,7 @@ def _papers(sweep: Sweep, name: str) -> list[Cell]:
 def _differences(sweep: Sweep, name: str) -> list[Cell]:
     column, shown = sweep.columns[name], []
     for row in sweep.rows:
-        ours, printed = measured(row, column), paper(row, name)
+        ours, printed = measure_column(row, column), paper(row, name)
         value = None if ours is None or printed is None else ours.mean - printed
         shown.append(Cell(signed_text(value, column.digits)))
     return shown

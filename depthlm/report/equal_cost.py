@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 
 from depthlm.config.experiment import Column
 from depthlm.report.figures.equal_cost import draw_costs
-from depthlm.report.rows import FACTS, Row, measured, number
+from depthlm.report.rows import FACTS, Row, measure_column, number
 from depthlm.report.scaling_laws import VIEWS, curves, savings, savings_table
 from depthlm.report.sweep import Sweep, references_text
 from depthlm.report.tables import DASH, Table, cells, markdown, number_text
@@ -73,7 +73,7 @@ def cost_parts(sweep: Sweep, folder: Path) -> list[str]:
     Draws `equal_cost.png` into the folder. Raises OSError.
     """
     path, sweep = folder / "equal_cost.png", with_costs(sweep)
-    complete = [row for row in sweep.rows if measured(row, sweep.first[1]) is not None]
+    complete = [row for row in sweep.rows if measure_column(row, sweep.first[1]) is not None]
     compares = sweep.experiment.figure == "scaling" or len({row.points[0].mechanism for row in complete}) > 1
     if not complete or not compares or sweep.first[1].metric in FACTS:
         # the figure of an earlier report must not be shown in this one
@@ -92,10 +92,10 @@ def cost_table(sweep: Sweep, rows: Sequence[Row]) -> Table | None:
     entries = [entry for entry in sweep.differences() if entry.reference is not None and entry.row in rows]
     for entry in entries:
         assert entry.reference is not None
-        loss = measured(entry.row, sweep.first[1])
+        loss = measure_column(entry.row, sweep.first[1])
         texts = [entry.row.label, number_text(None if loss is None else loss.mean, digits)]
         for column in COSTS.values():
-            ours, theirs = measured(entry.row, column), measured(entry.reference, column)
+            ours, theirs = measure_column(entry.row, column), measure_column(entry.reference, column)
             texts.append(DASH if not (ours and theirs and theirs.mean) else number_text(ours.mean / theirs.mean, 3))
         lines.append(cells(texts))
     title = f"Costs as multiples of those of {references_text(entries)}"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from depthlm.config.errors import listed
+from depthlm.config.errors import join_names
 from depthlm.config.keys import flatten, in_protocol
 from depthlm.config.reproduce import protocol_texts
 from depthlm.config.schema import Config
@@ -82,7 +82,7 @@ def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:
         name = f"perplexity_over_{over}.png"
         notes = draw_validation_curves(sweep, over, folder / name)
         parts.append(picture(f"Validation perplexity over {over}", folder, name, notes))
-    parts += [_inspected(sweep, folder, name) for name in sweep.experiment.pictures]
+    parts += [_picture_section(sweep, folder, name) for name in sweep.experiment.pictures]
     name = "loss_curves.png"
     drawn = draw_loss_curves(panels_of(sweep), folder / name, sweep.stamp(), sweep.experiment.title)
     parts.append(picture("Loss curves", folder, name, drawn))
@@ -125,7 +125,7 @@ def _head(sweep: Sweep) -> list[str]:
     parts = [f"# {plain(experiment.title or experiment.name)}", f"{source}Experiment: `{experiment.name}`."]
     parts += [f"**{warning}**" for warning in warnings(sweep)]
     parts += _state(sweep)
-    parts += _without_number(sweep) + _trained_differently(sweep)
+    parts += _without_number(sweep) + _list_deviations(sweep)
     parts += protocol_parts(sweep)
     # a budget without the paper's data has replaced most of what is assumed about the protocol
     assumed = [] if any(config.budget.offline for config in sweep.configs) else experiment.assumed
@@ -135,7 +135,7 @@ def _head(sweep: Sweep) -> list[str]:
     return parts
 
 
-def _inspected(sweep: Sweep, folder: Path, name: str) -> str:
+def _picture_section(sweep: Sweep, folder: Path, name: str) -> str:
     """Return a section with a picture of `depthlm inspect`, copied from the first run that has it."""
     file = f"{name}.png"
     sources = [source for run in sweep.runs if (source := run.directory / "inspect" / file).is_file()]
@@ -241,7 +241,7 @@ def _without_number(sweep: Sweep) -> list[str]:
     ]
 
 
-def _trained_differently(sweep: Sweep) -> list[str]:
+def _list_deviations(sweep: Sweep) -> list[str]:
     """Return a list of the runs whose settings differ from the reported protocol, as at most one paragraph."""
     lines = []
     for row, config in zip(sweep.rows, sweep.configs, strict=True):
@@ -254,7 +254,7 @@ def _trained_differently(sweep: Sweep) -> list[str]:
                 if key in saved and saved[key] != value
             ]
             if at := saved.get("extended_at"):
-                different.append(f"extended, after its schedule had ended at step {listed(at)}")
+                different.append(f"extended, after its schedule had ended at step {join_names(at)}")
             if different:
                 more = f" and {len(different) - 4} more" if len(different) > 4 else ""
                 lines.append(f"- {plain(row.label)}: {plain('; '.join(different[:4]))}{more}")

@@ -76,7 +76,7 @@ def student_t(freedom: int, level: float = 0.95) -> float:
     return float(t.ppf((1 + level) / 2, freedom))
 
 
-def pooled(numbers: Sequence[Measured | None]) -> list[Measured | None]:
+def pool_deviations(numbers: Sequence[Measured | None]) -> list[Measured | None]:
     """Return the numbers with the deviation of all of them, since a few seeds alone hardly determine it.
 
     Assumes that the variance between seeds is the same for all. Numbers of one seed get the deviation of the others;
@@ -104,12 +104,12 @@ def gather(points: Sequence[Point], read: Callable[[str], RunRecord] = read_run)
         Row(members, [next(runs) for _ in members], members[0].parts or {"model": members[0].mechanism})
         for members in groups.values()
     ]
-    return labelled(rows)
+    return label_rows(rows)
 
 
-def labelled(rows: Sequence[Row]) -> list[Row]:
+def label_rows(rows: Sequence[Row]) -> list[Row]:
     """Return the rows with labels of their own: those that several rows have get the settings in which these differ."""
-    return with_unique_labels([replace(row, parts=row.parts | _distinguishing(row, rows)) for row in rows])
+    return with_unique_labels([replace(row, parts=row.parts | _find_distinguishing(row, rows)) for row in rows])
 
 
 def with_unique_labels(rows: Sequence[Row]) -> list[Row]:
@@ -121,7 +121,7 @@ def with_unique_labels(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _distinguishing(row: Row, rows: Sequence[Row]) -> dict[str, str]:
+def _find_distinguishing(row: Row, rows: Sequence[Row]) -> dict[str, str]:
     """Return the settings in which a row differs from others with the same label, as parts of its label."""
     alike = [other.settings for other in rows if other.label == row.label]
     return {
@@ -146,7 +146,7 @@ def by_seed(row: Row, column: Column) -> dict[str, float]:
     return {seed: value / column.scale for seed, value in values.items() if value is not None}
 
 
-def measured(row: Row, column: Column) -> Measured | None:
+def measure_column(row: Row, column: Column) -> Measured | None:
     """Return the column's number over the seeds that have one, in the paper's unit."""
     return over_seeds(list(by_seed(row, column).values()))
 
@@ -206,7 +206,7 @@ def setting_title(name: str) -> str:
     return " / ".join(part.rpartition(".")[2].replace("_", " ") for part in name.split(" / "))
 
 
-def ordered(values: Sequence[str]) -> list[str]:
+def order_values(values: Sequence[str]) -> list[str]:
     """Return the distinct settings, ascending where all are numbers, else in their given order."""
     distinct = list(dict.fromkeys(values))
     numbers = {value: as_number(value) for value in distinct}

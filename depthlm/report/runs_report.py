@@ -17,7 +17,7 @@ from depthlm.config.schema import Config
 from depthlm.errors import UserError
 from depthlm.files import read_yaml
 from depthlm.locations import CONF
-from depthlm.report.figures.loss_curves import LossCurve, Panel, names_of, titled
+from depthlm.report.figures.loss_curves import LossCurve, Panel, make_title, names_of
 from depthlm.report.figures.style import mechanism_of_run
 from depthlm.report.rows import Row, with_unique_labels
 from depthlm.report.sweep import LOSS, Sweep, with_baseline
@@ -168,7 +168,7 @@ def panels_by_size(rows: Sequence[Row], settings: Mapping[str, dict[str, Any]]) 
         sizes.setdefault(str(settings[row.label].get("size.name") or ""), []).append(row)
     return [
         Panel(
-            titled(
+            make_title(
                 size, {_shape(settings[row.label]) for row in members}, [run for row in members for run in row.runs]
             ),
             [

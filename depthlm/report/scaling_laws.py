@@ -8,7 +8,7 @@ import numpy as np
 
 from depthlm.config.experiment import Column
 from depthlm.counts import count_text
-from depthlm.report.rows import Measured, Row, difference, measured, pooled, student_t
+from depthlm.report.rows import Measured, Row, difference, measure_column, pool_deviations, student_t
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Table, cells, number_text, short_text
 
@@ -161,7 +161,7 @@ def curves(sweep: Sweep, views: Mapping[str, Column] = VIEWS) -> list[Curve]:
     for series in sweep.series:
         sizes = []
         for row in series.rows:
-            numbers = [measured(row, column) for column in (*views.values(), sweep.first[1])]
+            numbers = [measure_column(row, column) for column in (*views.values(), sweep.first[1])]
             *x, loss = (0.0 if number is None else number.mean for number in numbers)
             if min(x[0], loss) > 0:
                 sizes.append(Size(row, dict(zip(views, x, strict=True)), loss))
@@ -196,19 +196,21 @@ def savings(sweep: Sweep, fitted: Sequence[Curve]) -> list[Saving]:
             for reference in baseline.sizes
             if curve is not baseline and sweep.reference_of(size.row) is reference.row
         ]
-        log_ratios = pooled([difference(size.row, other.row, sweep.first[1], math.log) for size, other in pairs])
+        log_ratios = pool_deviations(
+            [difference(size.row, other.row, sweep.first[1], math.log) for size, other in pairs]
+        )
         for (size, reference), log_ratio in zip(pairs, log_ratios, strict=True):
             # without a common seed, a ratio would mostly show the difference between the seeds
             if log_ratio is not None and log_ratio.count:
                 needs = {
-                    view: _needed(law, size.x[view], reference.x[view], log_ratio)
+                    view: _factor_needed(law, size.x[view], reference.x[view], log_ratio)
                     for view, law in baseline.laws.items()
                 }
                 result.append(Saving(curve, size, reference, log_ratio, needs))
     return result
 
 
-def _needed(law: PowerLaw | None, x: float, reference: float, log_ratio: Measured) -> Needed | None:
+def _factor_needed(law: PowerLaw | None, x: float, reference: float, log_ratio: Measured) -> Needed | None:
     """Return the factor from the x of a size to the baseline's at the same loss; None if the law is not usable.
 
     reference: the x of the baseline's size, whose loss differs by log_ratio.

@@ -8,22 +8,32 @@ from pathlib import Path
 from statistics import fmean
 
 import depthlm
-from depthlm.config.errors import ConfigError, listed, nearest
+from depthlm.config.errors import ConfigError, join_names, nearest
 from depthlm.config.experiment import VALIDATION_LOSS, Column, Experiment
 from depthlm.config.keys import on_resume, override_text
 from depthlm.config.names import by_name, experiment_of, normal_value, setting_text, short_key
 from depthlm.config.resolve import LENGTHS
 from depthlm.config.schema import Config
-from depthlm.counts import count_text, counted
+from depthlm.counts import count_text, format_count
 from depthlm.errors import UserError
 from depthlm.model.shape import Size
-from depthlm.report.rows import Measured, Row, difference, gather, measured, number, paper, paper_difference, pooled
+from depthlm.report.rows import (
+    Measured,
+    Row,
+    difference,
+    gather,
+    measure_column,
+    number,
+    paper,
+    paper_difference,
+    pool_deviations,
+)
 from depthlm.report.time_to_baseline import METRIC as TIME_TO_BASELINE
 from depthlm.report.time_to_baseline import times_to_baseline
 from depthlm.runs.records import COMPLETE, RunRecord, read_run, recorded_settings
-from depthlm.sweeps.best import Undecided, as_trained, undecided
+from depthlm.sweeps.best import Undecided, as_trained, find_undecided
 from depthlm.sweeps.point import Point
-from depthlm.sweeps.points import expand, load_experiment, parsed_value, sweep_points
+from depthlm.sweeps.points import expand, load_experiment, parse_value, sweep_points
 
 AVERAGE_PERPLEXITY = "validation/average_perplexity"
 # the updates below which the differences between runs mean nothing, and those below which they do with a single seed
@@ -78,7 +88,7 @@ class Sweep:
             point.directory: run for row in self.selection for point, run in zip(row.points, row.runs, strict=True)
         }
         points = [point for row in [*self.selection, *self.rows] for point in row.points]
-        return undecided(points, records.__getitem__)
+        return find_undecided(points, records.__getitem__)
 
     @property
     def first(self) -> tuple[str, Column]:
@@ -92,7 +102,7 @@ class Sweep:
         seeds = max((len(row.runs) for row in self.rows), default=0)
         if updates is None or updates >= (FEW_OF_ONE_SEED if seeds == 1 else FEW_UPDATES):
             return None
-        trained = f"{counted(round(updates), 'update')} and {counted(seeds, 'seed')}"
+        trained = f"{format_count(round(updates), 'update')} and {format_count(seeds, 'seed')}"
         return f"This tests the commands; its differences mean nothing: the runs have {trained}."
 
     @property
@@ -165,7 +175,7 @@ class Sweep:
             groups.setdefault(frozenset(self.task_of(row).items()), []).append(row)
         return list(groups.values())
 
-    def compared(self) -> list[list[Row]]:
+    def group_compared(self) -> list[list[Row]]:
         """Return the rows in groups: those that are compared with one row, and those of one task without any."""
         groups: dict[Hashable, list[Row]] = {}
         for row in self.rows:
@@ -185,7 +195,7 @@ class Sweep:
         name, column = self.first
         return [
             Difference(row, other, ours, None if other is None else paper_difference(row, other, name))
-            for (row, other), ours in zip(self._references, self._measured(self._references, column), strict=True)
+            for (row, other), ours in zip(self._references, self._measure_pairs(self._references, column), strict=True)
         ]
 
     def best(self, column: Column) -> set[str]:
@@ -198,18 +208,18 @@ class Sweep:
             return set()
         sign = 1 if column.better == "lower" else -1
         known = {}
-        for (row, other), ours in zip(self._references, self._measured(self._references, column), strict=True):
+        for (row, other), ours in zip(self._references, self._measure_pairs(self._references, column), strict=True):
             if other is not None and ours is not None:
                 known[row.label, other.label] = ours
                 known[other.label, row.label] = replace(ours, mean=-ours.mean)
         labels = set()
         for rows in self.tasks:
-            means = {row.label: sign * value.mean for row in rows if (value := measured(row, column)) is not None}
+            means = {row.label: sign * value.mean for row in rows if (value := measure_column(row, column)) is not None}
             if len(means) < 2:
                 continue
             best = min((row for row in rows if row.label in means), key=lambda row: means[row.label])
             others = [row for row in rows if row.label in means and row is not best]
-            own = self._measured([(row, best) for row in others], column)
+            own = self._measure_pairs([(row, best) for row in others], column)
             worse = [known.get((row.label, best.label), ours) for row, ours in zip(others, own, strict=True)]
             if all(ours and ours.interval is not None and sign * ours.mean > ours.interval for ours in worse):
                 labels.add(best.label)
@@ -219,18 +229,18 @@ class Sweep:
         """Return the first column's number of each row by its label; the deviation is pooled over a task's rows."""
         numbers: dict[str, Measured | None] = {}
         for rows in self.tasks:
-            known = pooled([measured(row, self.first[1]) for row in rows])
+            known = pool_deviations([measure_column(row, self.first[1]) for row in rows])
             numbers |= zip([row.label for row in rows], known, strict=True)
         return numbers
 
-    def _measured(self, pairs: Sequence[tuple[Row, Row | None]], column: Column) -> list[Measured | None]:
+    def _measure_pairs(self, pairs: Sequence[tuple[Row, Row | None]], column: Column) -> list[Measured | None]:
         """Return the difference of each pair; the deviation is pooled over pairs whose first rows are of one series."""
         ours = [None if other is None else difference(row, other, column) for row, other in pairs]
         members: dict[str, list[int]] = {}
         for place, (row, _) in enumerate(pairs):
             members.setdefault(self.series_of(row), []).append(place)
         for places in members.values():
-            for place, pooled_one in zip(places, pooled([ours[place] for place in places]), strict=True):
+            for place, pooled_one in zip(places, pool_deviations([ours[place] for place in places]), strict=True):
                 ours[place] = pooled_one
         return ours
 
@@ -308,7 +318,7 @@ def read_sweep(
     are_distinct = len({frozenset(point.settings.items()) for point in real}) == len(points)
     rows = gather(real if are_distinct else points, read)
     columns, configs = experiment.columns or LOSS, [row.points[0].config for row in rows]
-    changed = [] if name is None else _changed(overrides, experiment, rows)
+    changed = [] if name is None else _list_changed(overrides, experiment, rows)
     return with_derived(
         Sweep(
             experiment, rows, columns, configs, changed, gather(choosing, lambda directory: as_trained(read(directory)))
@@ -356,18 +366,18 @@ def with_baseline(sweep: Sweep, baseline: str | None) -> Sweep:
             return with_derived(by_setting)
     labels = [row.label for row in sweep.rows]
     # a label has commas of its own
-    allowed = listed(f"`{label}`" for label in labels)
+    allowed = join_names(f"`{label}`" for label in labels)
     raise UserError(f"baseline={baseline}: no such row; allowed: {allowed}{nearest(baseline, labels)}")
 
 
-def _changed(overrides: Sequence[str], experiment: Experiment, rows: Sequence[Row]) -> list[str]:
+def _list_changed(overrides: Sequence[str], experiment: Experiment, rows: Sequence[Row]) -> list[str]:
     """Return the overrides whose values no point of the experiment has."""
     lines = expand(experiment)
     changed = []
     for name, text in by_name(overrides).items():
         if on_resume(name) == "free" or name in ("seed", "budget"):
             continue
-        known = [parsed_value(line.settings[name]) for line in lines if name in line.settings]
+        known = [parse_value(line.settings[name]) for line in lines if name in line.settings]
         values = {row.settings[name]: None for row in rows if name in row.settings} or {text: None}
-        changed += [f"{name}={value}" for value in values if parsed_value(value) not in known]
+        changed += [f"{name}={value}" for value in values if parse_value(value) not in known]
     return changed

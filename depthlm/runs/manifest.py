@@ -129,7 +129,7 @@ class Manifest(Progress):
         return Progress(**{part.name: getattr(self, part.name) for part in fields(Progress)})
 
 
-def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+def seal(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return a manifest with the format version and the SHA-256 of everything else in it."""
     manifest = {"format_version": FORMAT_VERSION, **manifest}
     return {**manifest, SEAL: _digest(manifest)}

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from depthlm.config.keys import flatten
-from depthlm.counts import count_text, counted, duration_text
+from depthlm.counts import count_text, duration_text, format_count
 from depthlm.files import read_json, read_yaml
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import COMPLETE, RunRecord, finite
@@ -100,7 +100,7 @@ def total_hours(progress: Sequence[RunProgress]) -> str:
         return ""
     remaining = [run.remaining_gpu_hours for run in progress if run.remaining_gpu_hours is not None]
     unknown = len(progress) - len(remaining)
-    without = f", without {counted(unknown, 'point')} whose speed is not known" if unknown else ""
+    without = f", without {format_count(unknown, 'point')} whose speed is not known" if unknown else ""
     return f"; {hours_text(sum(spent))} GPU hours so far, {hours_text(sum(remaining))} to come{without}"
 
 

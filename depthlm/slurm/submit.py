@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO
 
-from depthlm.config.arguments import described
+from depthlm.config.arguments import describe_keys
 from depthlm.config.compose import compose_anywhere
 from depthlm.config.saved import compare, config_text, load_config
 from depthlm.errors import UserError
@@ -40,7 +40,7 @@ from depthlm.slurm.cluster import (
     record_array,
 )
 from depthlm.sweeps import Point, check_points
-from depthlm.sweeps.best import has_result, undecided, undecided_text
+from depthlm.sweeps.best import find_undecided, has_result, undecided_text
 from depthlm.sweeps.point import STARTS
 from depthlm.sweeps.table import print_points
 
@@ -56,7 +56,8 @@ def main(arguments: list[str], program: str) -> None:
     parser = argparse.ArgumentParser(
         prog=program,
         description=__doc__,
-        epilog=f"keys of slurm., with defaults that {SETTINGS} in the current folder can change:\n{described(Cluster)}",
+        epilog="keys of slurm., with defaults that "
+        f"{SETTINGS} in the current folder can change:\n{describe_keys(Cluster)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("overrides", nargs="+", metavar="key=value", help="as for train.py -m; slurm.key=value")
@@ -102,7 +103,7 @@ def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -
         to_train = {directory: point for directory, point in to_train.items() if directory not in deferred}
     others = len(points) - len(to_train)
     print(f"{len(to_train)} points to train{f' ({others} more are complete, or have a job)' if others else ''}")
-    if groups := [group for group in undecided(points) if group.waits]:
+    if groups := [group for group in find_undecided(points) if group.waits]:
         print(f"{undecided_text(groups)}; repeat this command when these runs are complete, to submit the rest")
     if not to_train:
         return

@@ -22,7 +22,7 @@ from depthlm.config.errors import ConfigError, nearest
 from depthlm.config.experiment import VALIDATION_LOSS, Column, Experiment
 from depthlm.config.keys import keys, override_text
 from depthlm.config.names import by_name, normal_value, setting_text
-from depthlm.counts import as_number, counted
+from depthlm.counts import as_number, format_count
 from depthlm.runs.records import COMPLETE, RunRecord, differing_texts, read_run
 from depthlm.sweeps.point import Point
 
@@ -115,45 +115,49 @@ def axis(values: Iterable[Value], place: int) -> list[str | None]:
     return sorted(distinct, key=lambda text: numbers[text] or 0.0)
 
 
-def undecided(points: Sequence[Point], read: Read = read_run) -> list[Undecided]:
+def find_undecided(points: Sequence[Point], read: Read = read_run) -> list[Undecided]:
     """Return the groups of a sweep's points that have not chosen a value."""
     groups: dict[frozenset[tuple[str, str]], list[Point]] = {}
     for point in points:
         if point.best_over:
             groups.setdefault(group_of(point), []).append(point)
     return [
-        _undecided(members, [read(point.directory) for point in members])
+        _describe_undecided(members, [read(point.directory) for point in members])
         for members in groups.values()
         if all(point.selects for point in members)
     ]
 
 
-def _undecided(members: Sequence[Point], runs: Sequence[RunRecord]) -> Undecided:
+def _describe_undecided(members: Sequence[Point], runs: Sequence[RunRecord]) -> Undecided:
     done = sum(map(has_result, members, runs))
     reasons = [run.damage for run in runs if run.damage is not None]
     reasons += [f"validation set {name} is not the same in all of them" for name in _unlike_sets(runs)]
-    return Undecided(reported_label(members[0]), len(members), done, tuple(reasons))
+    return Undecided(report_label(members[0]), len(members), done, tuple(reasons))
 
 
 def undecided_text(groups: Sequence[Undecided]) -> str:
     """Return the groups without a chosen value as a sentence."""
     texts = []
     for group in groups:
-        done = f"{group.done} of {counted(group.runs, 'run')} done" if group.waits else counted(group.runs, "run")
+        done = (
+            f"{group.done} of {format_count(group.runs, 'run')} done"
+            if group.waits
+            else format_count(group.runs, "run")
+        )
         reasons = group.reasons or (() if group.waits else ("but no finite number to choose by",))
         texts.append(f"{group.label} ({', '.join([done, *reasons])})")
-    return f"{counted(len(groups), 'group')} without a chosen value yet: {', '.join(texts)}"
+    return f"{format_count(len(groups), 'group')} without a chosen value yet: {', '.join(texts)}"
 
 
-def reported_parts(point: Point) -> dict[str, str]:
+def report_parts(point: Point) -> dict[str, str]:
     """Return the parts of the label of a point's group, which does not have the values of the grid."""
     parts = {name: text for name, text in point.parts.items() if name not in point.best_over}
     return parts or {"model": point.mechanism}
 
 
-def reported_label(point: Point) -> str:
+def report_label(point: Point) -> str:
     """Return the label of a point's group."""
-    return ", ".join(reported_parts(point).values())
+    return ", ".join(report_parts(point).values())
 
 
 def _of_group(
@@ -161,36 +165,36 @@ def _of_group(
 ) -> tuple[list[Point], list[Point]]:
     """Return the points of a group that choose, and those that report the chosen value if it is known."""
 
-    def interned(point: Point) -> Point:
+    def keep_earlier(point: Point) -> Point:
         return earlier.get(tuple(point.overrides), point)
 
     grid: dict[Value, Point] = {}
     for point in members:
         grid.setdefault(value_of(point), point)
     if len(grid) < 2:
-        return [], [interned(replace(point, parts=reported_parts(point))) for point in members]
+        return [], [keep_earlier(replace(point, parts=report_parts(point))) for point in members]
     added = dict.fromkeys(members[0].best_over, 0)
     choosing: dict[Value, list[Point]] = {}
     wider = grid
     while wider:
         for value, point in wider.items():
             choosing[value] = [
-                interned(_selecting(point, str(seed))) for seed in dict.fromkeys(experiment.selection_seeds)
+                keep_earlier(_make_selecting(point, str(seed))) for seed in dict.fromkeys(experiment.selection_seeds)
             ]
         means = _means(choosing, experiment, read)
-        best = min(_ordered(means), key=means.__getitem__) if means else None
+        best = min(_order_values(means), key=means.__getitem__) if means else None
         wider = {} if best is None else _wider(grid, means, best, added, experiment.widen)
         grid |= wider
     # in ascending order, however the grid grew
-    selection = [point for value in _ordered(grid) for point in choosing[value]]
+    selection = [point for value in _order_values(grid) for point in choosing[value]]
     if best is None or not math.isfinite(means[best]):
         return selection, []
     reported = {point.seed: point for point in members if value_of(point) == best}
     points = [
-        reported.get(seed) or _changed(grid[best], {} if seed is None else {"seed": seed})
+        reported.get(seed) or _change_settings(grid[best], {} if seed is None else {"seed": seed})
         for seed in dict.fromkeys(point.seed for point in members)
     ]
-    return selection, [interned(replace(point, parts=reported_parts(point))) for point in points]
+    return selection, [keep_earlier(replace(point, parts=report_parts(point))) for point in points]
 
 
 def _means(choosing: Mapping[Value, Sequence[Point]], experiment: Experiment, read: Read) -> dict[Value, float]:
@@ -218,7 +222,7 @@ def _unlike_sets(runs: Sequence[RunRecord]) -> list[str]:
     return differing_texts([as_trained(run) for run in runs], every_set=True)
 
 
-def _ordered(values: Iterable[Value]) -> list[Value]:
+def _order_values(values: Iterable[Value]) -> list[Value]:
     values = list(values)
     ranks = [axis(values, place) for place in range(len(values[0]))]
     return sorted(values, key=lambda value: [rank.index(text) for rank, text in zip(ranks, value, strict=True)])
@@ -244,7 +248,7 @@ def _wider(
         beyond = _beyond(name, numbers[0] or 1.0, numbers[1] or 1.0)
         # the points of the other setting's values, whichever value they have of this one
         others = {_with(value, place, beyond): point for value, point in {**grid, **gained}.items()}
-        points = {value: _changed(point, {name: beyond}) for value, point in others.items()}
+        points = {value: _change_settings(point, {name: beyond}) for value, point in others.items()}
         if beyond not in texts and all(map(_is_allowed, points.values())):
             added[name] += 1
             gained |= points
@@ -268,9 +272,9 @@ def _is_allowed(point: Point) -> bool:
     return True
 
 
-def _selecting(point: Point, seed: str) -> Point:
+def _make_selecting(point: Point, seed: str) -> Point:
     """Return the point that helps to choose with a seed; its label has the values of the grid."""
-    point = _changed(point, {"seed": seed})
+    point = _change_settings(point, {"seed": seed})
     grid = {name: point.settings[name] for name in point.best_over if name in point.settings}
     texts = {name: point.parts.get(name) or setting_text(name, value) for name, value in grid.items()}
     # a group has at least this part of a label
@@ -278,7 +282,7 @@ def _selecting(point: Point, seed: str) -> Point:
     return replace(point, parts=parts | texts, selects=True)
 
 
-def _changed(point: Point, values: dict[str, str]) -> Point:
+def _change_settings(point: Point, values: dict[str, str]) -> Point:
     """Return a point with other values of settings, in its overrides and its label."""
     texts = [
         f"{text.partition('=')[0]}={values[name]}" if (name := next(iter(by_name([text])))) in values else text

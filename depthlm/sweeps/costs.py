@@ -15,7 +15,7 @@ from depthlm.accounting.overhead import right_columns
 from depthlm.build import build_model
 from depthlm.config import Config, compose_anywhere, run_steps
 from depthlm.console import stdout_console
-from depthlm.counts import count_text, counted
+from depthlm.counts import count_text, format_count
 from depthlm.runs.progress import hours_text
 from depthlm.sweeps.points import check_points
 
@@ -50,8 +50,8 @@ def print_costs(overrides: Sequence[str], config_dir: str | Path | None, as_json
     hours = sum(cost["gpu_hours"] or 0.0 for cost in costs)
     paid = "" if price is None else f", ${hours * price:,.2f} at ${price:,.2f} per GPU hour"
     unknown = sum(cost["gpu_hours"] is None for cost in costs)
-    without = f", without {counted(unknown, 'point')} whose length depends on the corpus" if unknown else ""
-    console.print(f"{counted(len(points), 'point')}: {hours_text(hours)} GPU hours{paid}{without}")
+    without = f", without {format_count(unknown, 'point')} whose length depends on the corpus" if unknown else ""
+    console.print(f"{format_count(len(points), 'point')}: {hours_text(hours)} GPU hours{paid}{without}")
     others = dict.fromkeys(config.model.name for config in configs if config.model.name not in MEASURED_MFU)
     measured = "on H100 GPUs, at the share of their FLOP/s that each mechanism reached on an H200"
     console.print(f"{measured}; at vanilla's: {', '.join(others)}" if others else measured, highlight=False)

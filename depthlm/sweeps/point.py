@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from depthlm.config.compose import compose_unchecked
-from depthlm.config.keys import replaced
+from depthlm.config.keys import replace_values
 from depthlm.config.names import mechanism_name
 from depthlm.config.saved import load_config
 from depthlm.config.schema import Config
@@ -78,7 +78,7 @@ class Point:
         precision = "bf16"
         with suppress(UserError):
             precision = load_config(Path(self.directory)).precision.name
-        return replaced(self.config, {"precision.name": precision})
+        return replace_values(self.config, {"precision.name": precision})
 
     @property
     def directory(self) -> str:

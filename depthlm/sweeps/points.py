@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.compose import compose
-from depthlm.config.errors import ConfigError, listed, nearest
+from depthlm.config.errors import ConfigError, join_names, nearest
 from depthlm.config.experiment import Experiment
 from depthlm.config.from_run import config_file_of, run_of
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf
@@ -57,13 +57,13 @@ def sweep_points(
             for point in points or [Point(combination, by_name(combination), config_dir=config_dir)]:
                 unique_points.setdefault(tuple(sorted(point.overrides)), point)
     points = list(unique_points.values())
-    named = points if any(point.parts for point in points) else _named(points)
+    named = points if any(point.parts for point in points) else _label_points(points)
     by_experiment: dict[tuple[str, ...], list[Point]] = {}
     for point in named:
         by_experiment.setdefault(_experiment_overrides(point.overrides), []).append(point)
     known: list[Point] = []
     for texts, members in by_experiment.items():
-        experiment = _composed_experiment(texts, config_dir) if texts else None
+        experiment = _compose_experiment(texts, config_dir) if texts else None
         if experiment is not None and experiment.best_over:
             members = with_choice(members, experiment, read, {tuple(point.overrides): point for point in earlier})
         known += members
@@ -75,7 +75,7 @@ def _experiment_overrides(overrides: Sequence[str]) -> tuple[str, ...]:
     return tuple(text for text in overrides if next(iter(by_name([text]))).partition(".")[0] == "experiment")
 
 
-def _named(points: list[Point]) -> list[Point]:
+def _label_points(points: list[Point]) -> list[Point]:
     """Return points without an experiment, named by the settings that vary in the sweep."""
     names = {name: None for point in points for name in point.settings if name not in ("seed", "output_dir", "name")}
     varying = [name for name in names if len({point.settings.get(name) for point in points}) > 1]
@@ -155,7 +155,7 @@ def load_experiment(name: str, config_dir: str | Path | None = None) -> Experime
     return replace(_load_experiment(name, config_dir).experiment, name=name)
 
 
-def _composed_experiment(texts: Sequence[str], config_dir: str | Path | None) -> Experiment | None:
+def _compose_experiment(texts: Sequence[str], config_dir: str | Path | None) -> Experiment | None:
     """Return the experiment of these overrides; None for invalid ones, which composing a point reports."""
     with hydra_at_conf(), suppress(*COMPOSING):
         config, _ = check_fields(compose_raw(texts, config_dir))
@@ -179,11 +179,11 @@ def _load_experiment(name: str, config_dir: str | Path | None) -> Config:
 def is_axis(text: str) -> bool:
     """Return whether an override gives several values, such as `key=a,b` or `key=interval(0,1)`."""
     with hydra_at_conf():
-        override = _parsed(text)
+        override = _parse(text)
     return override is not None and override.is_sweep_override()
 
 
-def _parsed(text: str) -> Override | None:
+def _parse(text: str) -> Override | None:
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     try:
         return parser.parse_overrides([text])[0]
@@ -194,7 +194,7 @@ def _parsed(text: str) -> Override | None:
 def _product(overrides: Sequence[str]) -> Iterator[list[str]]:
     axes = []
     for text in overrides:
-        override = _parsed(text)
+        override = _parse(text)
         if override is not None and override.is_sweep_override() and override.is_discrete_sweep():
             name = override.get_key_element()
             values = list(override.sweep_string_iterator())
@@ -208,7 +208,7 @@ def _product(overrides: Sequence[str]) -> Iterator[list[str]]:
 def _check_sorted(text: str, values: Sequence[str]) -> None:
     """Raise ConfigError if a sorted range has other values than the range: Hydra sorts one by changing its ends."""
     inner = re.search(r"range\([^()]*\)", text)
-    plain = _parsed(f"{text.partition('=')[0]}={inner[0]}") if inner and "sort(" in text else None
+    plain = _parse(f"{text.partition('=')[0]}={inner[0]}") if inner and "sort(" in text else None
     if plain is not None and sorted(plain.sweep_string_iterator()) != sorted(values):
         wanted = ",".join(sorted(plain.sweep_string_iterator(), key=float))
         what = f"Hydra gives the values {','.join(values)}, which are not those of {inner[0] if inner else text}"
@@ -228,7 +228,7 @@ def _experiment_points(overrides: list[str], name: str, config_dir: str | Path |
     points: list[Point] = []
     earlier: dict[tuple[str, str | None], Point] = {}
     for line in lines:
-        point = _combined(line, overrides, defined if selected else set(), earlier, config_dir)
+        point = _combine(line, overrides, defined if selected else set(), earlier, config_dir)
         earlier[line.label, point.seed] = point
         if not selected:
             values = {key: point.settings[key] for key in line.settings if key != "seed" and key in point.settings}
@@ -238,7 +238,7 @@ def _experiment_points(overrides: list[str], name: str, config_dir: str | Path |
     return points
 
 
-def _combined(
+def _combine(
     line: Point,
     overrides: Sequence[str],
     selecting: set[str],
@@ -270,7 +270,7 @@ def _combined(
             seed = settings.get("seed")
             if (value[1:], seed) not in earlier:
                 seeds = [other or "the default" for label, other in earlier if label == value[1:]]
-                raise ConfigError([f"{key}={value}: that point has no seed {seed}; its seeds: {listed(seeds)}"])
+                raise ConfigError([f"{key}={value}: that point has no seed {seed}; its seeds: {join_names(seeds)}"])
             value = earlier[value[1:], seed].directory
             follows = True
         texts.append(f"{key}={value}")
@@ -281,7 +281,7 @@ def _has(line: Point, key: str, value: str) -> bool:
     """Return whether an override selects a line. A line without a seed matches every seed."""
     if key not in line.settings:
         return key == "seed"
-    return value == line.settings[key] or parsed_value(value) == parsed_value(line.settings[key])
+    return value == line.settings[key] or parse_value(value) == parse_value(line.settings[key])
 
 
 def expand(experiment: Experiment) -> list[Point]:
@@ -302,10 +302,10 @@ def expand(experiment: Experiment) -> list[Point]:
             for name, value in invalid.items()
         ]
         line = line | {"paper": {name: value for name, value in paper.items() if name not in invalid}}
-        for point in _multiplied(line):
+        for point in _multiply(line):
             for value in point.settings.values():
                 if value.startswith("@") and value[1:] not in (labels := [label for label, _ in points]):
-                    errors.append(f"{where}: {value}: no earlier point has this label; allowed: {listed(labels)}")
+                    errors.append(f"{where}: {value}: no earlier point has this label; allowed: {join_names(labels)}")
             key = point.label, point.settings.get("seed")
             if key in points:
                 errors.append(f"{where}: a second point with the label {point.label}")
@@ -315,7 +315,7 @@ def expand(experiment: Experiment) -> list[Point]:
     return list(points.values())
 
 
-def _multiplied(line: dict[str, Any]) -> Iterator[Point]:
+def _multiply(line: dict[str, Any]) -> Iterator[Point]:
     """Yield the points of a line. The label of a point has the values that the line varies, or all without a name."""
     names = {name: str(line[name]) for name in ("label", "task") if line.get(name)}
     printed = line["paper"]
@@ -340,7 +340,7 @@ def _is_printed(value: Any) -> bool:
     return all(finite(number) is not None for number in numbers) and numbers[1] >= 0
 
 
-def parsed_value(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """Return the value that Hydra parses from a text, so that different spellings compare equal."""
     try:
         return OverridesParser.create().parse_override(f"key={text}").value()

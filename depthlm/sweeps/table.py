@@ -7,7 +7,7 @@ from rich.markup import escape
 from depthlm.console import stdout_console
 from depthlm.runs.progress import failure_text, progress_of, progress_table, total_hours
 from depthlm.runs.records import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, read_run
-from depthlm.sweeps.best import undecided, undecided_text
+from depthlm.sweeps.best import find_undecided, undecided_text
 from depthlm.sweeps.point import Point
 
 # of the states of a run, for rich
@@ -48,5 +48,5 @@ def print_points(
     console.print(progress_table(rows))
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     console.print(f"{len(points)} points: {counts}{total_hours(progress)}")
-    if groups := undecided(points):
+    if groups := find_undecided(points):
         console.print(undecided_text(groups), markup=False, highlight=False, soft_wrap=True)

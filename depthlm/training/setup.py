@@ -41,7 +41,7 @@ from depthlm.ops.backend import missing
 from depthlm.training.checkpoint.init_from import import_weights
 from depthlm.training.engine import Engine, build_engine, draw_shards, draw_spread, forget_group, undo_sharding
 from depthlm.training.memory_check import check_memory
-from depthlm.training.monitoring.describe import derived
+from depthlm.training.monitoring.describe import derive_values
 from depthlm.training.monitoring.display import show_table, start_logging
 from depthlm.training.plan import Plan, make_plan
 
@@ -187,7 +187,7 @@ def build(setup: Setup, import_initial: bool) -> tuple[Engine, Cost]:
     cost = Cost(count_parameters(model)["total"], flops, cache_bytes_per_token(model))
     if compiles(config, setup.device):
         compile_sublayers(model)
-    rows = derived(config, plan, corpus, setup.batches, model, cost.flops_per_token, setup.memory)
+    rows = derive_values(config, plan, corpus, setup.batches, model, cost.flops_per_token, setup.memory)
     if config.deepspeed.stage == 3:
         draw_shards(config, plan, model)
     elif config.deepspeed.experts > 1:

@@ -43,6 +43,7 @@ def train_step(
     batch: torch.Tensor,
     plan: Plan,
     z_loss: float,
+    *,
     highest: float = math.inf,
     mark: Callable[[str], None] = lambda phase: None,
     observer: Observer = UNOBSERVED,

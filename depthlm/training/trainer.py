@@ -125,7 +125,7 @@ class Trainer:
         with Bar(progress.step, self.plan.last_step, rank, tokens, self.mfu) as bar:
             self.stopwatch.start()
             while progress.step < self.plan.last_step:
-                step = self.train_step()
+                step = self.take_step()
                 self.bad_batches.handle(step)
                 due = self.agree_on_what_is_due()
                 self.maybe_log(step, due, bar)
@@ -155,7 +155,7 @@ class Trainer:
             self.trackers.write(self.metrics.last)
         self.maybe_evaluate()
 
-    def train_step(self) -> Step:
+    def take_step(self) -> Step:
         """Train on the next batch, and count it."""
         config, progress, engine = self.config, self.progress, self.engine
         mark = partial(self.activity.mark, step=progress.step + 1)
@@ -176,12 +176,21 @@ class Trainer:
         every = self.training.log_blocks_every
         norms_due = every is not None and (progress.step == 0 or is_multiple(progress.step + 1, every))
         meter = SublayerNormMeter(config.model.loops * config.size.num_layers, self.device) if norms_due else None
-        z_loss, observer = self.training.z_loss, meter or UNOBSERVED
-        seeds = dropout_seeds(config, progress.step, self.batches)
         graphs = self.graphs if meter is None else None
         if graphs is None:
             self.release_graphs()
-        nll = train_step(engine, batch, self.plan, z_loss, highest, mark, observer, self.routing, seeds, graphs)
+        nll = train_step(
+            engine,
+            batch,
+            self.plan,
+            self.training.z_loss,
+            highest=highest,
+            mark=mark,
+            observer=meter or UNOBSERVED,
+            routing=self.routing,
+            seeds=dropout_seeds(config, progress.step, self.batches),
+            graphs=graphs,
+        )
         progress.step += 1
         progress.tokens += self.plan.tokens_per_step
         if meter is not None:

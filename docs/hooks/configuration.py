@@ -8,7 +8,7 @@ from typing import Any
 
 import hydra
 
-from depthlm.commands.help import default_text, imported_class, meaning, setting_rows
+from depthlm.commands.help import default_text, describe_option, imported_class, setting_rows
 from depthlm.config.hydra_context import available_groups, hydra_at_conf
 from depthlm.config.keys import Key, keys
 from depthlm.config.validate.explain import option_file
@@ -40,7 +40,7 @@ def group_tables(chosen: Any) -> Iterator[str]:
         yield f"\n### `{group}`\n"
         default = chosen.get(group)
         ordered = sorted(options, key=lambda option: option != default)
-        rows = ((code(option), prose(meaning(group, option, None))) for option in ordered)
+        rows = ((code(option), prose(describe_option(group, option, None))) for option in ordered)
         yield f"The default is `{default}`.\n" if default in options else "No option is the default.\n"
         yield from table(("option", "what it is"), rows)
 

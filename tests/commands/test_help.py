@@ -9,7 +9,7 @@ import pytest
 
 import depthlm
 from depthlm.__main__ import COMMANDS, main
-from depthlm.commands.help import meaning, print_help, setting_meanings
+from depthlm.commands.help import describe_option, print_help, setting_meanings
 from depthlm.commands.train import read_command_line
 from depthlm.config import mechanisms
 from depthlm.config.hydra_context import available_groups
@@ -46,7 +46,7 @@ def test_help_contains_everything_or_only_a_group_an_option_a_section_or_a_key(
 
 def test_help_on_a_group_describes_each_of_its_options() -> None:
     for group, options in available_groups(None).items():
-        assert not [option for option in options if not meaning(group, option, None)], group
+        assert not [option for option in options if not describe_option(group, option, None)], group
 
 
 def test_help_on_experiments_says_what_each_compares(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from depthlm.config import compose, compose_anywhere, run_steps, warmup_steps
-from depthlm.config.resolve import divided, matrices
+from depthlm.config.resolve import divide_width, matrices
 from depthlm.config.schema import Config
 from depthlm.sweeps import sweep_points
 
@@ -96,5 +96,5 @@ def test_a_size_is_shrunk_with_and_without_an_experiment_but_not_its_single_keys
 
 def test_divided_widths_are_even() -> None:
     widths = {960: 64, 1152: 72, 2540: 160, 771: 48, 64: 4, 12: 4}
-    assert {width: divided(width, 16) for width in widths} == widths
-    assert divided(771, 1) == 771
+    assert {width: divide_width(width, 16) for width in widths} == widths
+    assert divide_width(771, 1) == 771

@@ -12,7 +12,7 @@ import pytest
 import depthlm
 from depthlm.config import ConfigError
 from depthlm.config.arguments import read_arguments
-from depthlm.config.from_run import trusted
+from depthlm.config.from_run import read_trust
 from depthlm.config.saved import check_trusted, compare, signed_config_text
 from depthlm.errors import UserError
 from depthlm.evaluation.evaluate import Evaluate
@@ -49,7 +49,7 @@ def test_the_hint_on_trust_works_as_printed() -> None:
     (hint,) = re.findall(r"add (trust=\S+)", str(refused.value))
     (in_python,) = re.findall(r"in Python, trust=(.*)\)", str(refused.value))
     names = read_arguments(Evaluate, ["run=outputs/a", hint]).trust
-    assert names == trusted([hint]) == json.loads(in_python)
+    assert names == read_trust([hint]) == json.loads(in_python)
     check_trusted(saved, names or (), "outputs/a")
 
 

@@ -9,7 +9,7 @@ import pytest
 import depthlm
 from depthlm.config import compose_anywhere, saved
 from depthlm.config.arguments import read_arguments
-from depthlm.config.keys import flatten, keys, replaced
+from depthlm.config.keys import flatten, keys, replace_values
 from depthlm.config.saved import is_own, load_config, signed_config_text
 from depthlm.counts import Count
 from depthlm.errors import UserError
@@ -59,7 +59,7 @@ def run(make_run: MakeRun, tmp_path: Path) -> Path:
 
 def sign(run: Path, **changes: dict) -> None:
     config = depthlm.load(run)[1]
-    config = replaced(config, flatten(changes))
+    config = replace_values(config, flatten(changes))
     (run / "config.yaml").write_text(signed_config_text(config))
 
 

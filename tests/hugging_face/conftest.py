@@ -18,7 +18,7 @@ from depthlm.files import digest
 from depthlm.model import Decoder, initialize
 from depthlm.run_directory import MANIFEST, RunDirectory
 from depthlm.runs.checkpoints import WEIGHTS
-from depthlm.runs.manifest import sealed
+from depthlm.runs.manifest import seal
 
 from ..model.conftest import SHAPE
 from ..options import configuration
@@ -66,7 +66,7 @@ def write_run(directory: Path, *overrides: str, config_dir: str | None = None, w
     save_file(model.state_dict(), checkpoint / WEIGHTS)
     (directory / "config.yaml").write_text(config_text(config))
     bytes_tokenizer().save(directory)
-    manifest = sealed(
+    manifest = seal(
         {
             **{"step": 1, "world_size": 1, "stage": 0, "experts": 1, "corpus": ""},
             "config": dataclasses.asdict(config),

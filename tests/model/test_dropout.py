@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from depthlm.model.compilation import compile_sublayers
 from depthlm.model.layers import apply_rope, rope_tables, sinusoids
-from depthlm.ops.dropout import ATTENTION_OUTPUT, ATTENTION_WEIGHTS, HIDDEN, MLP_OUTPUT, Dropout, kept
+from depthlm.ops.dropout import ATTENTION_OUTPUT, ATTENTION_WEIGHTS, HIDDEN, MLP_OUTPUT, Dropout, draw_mask
 
 RATE = 0.3
 
@@ -27,7 +27,7 @@ def literal(model, tokens_bt, seeds_b):
     backbone, size = model.backbone, model.size
 
     def drop(x, how, place):
-        return x * kept(x.shape, how.at(place)) / (1 - RATE)
+        return x * draw_mask(x.shape, how.at(place)) / (1 - RATE)
 
     def norm(module, x):
         if module.bias is not None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from depthlm.model.decoder import recomputed, stored_operators
+from depthlm.model.decoder import recompute_layer, stored_operators
 
 
 class Counts(TorchDispatchMode):
@@ -52,6 +52,6 @@ def test_without_gradients_nothing_is_recomputed() -> None:
         raise AssertionError
 
     with torch.no_grad():
-        assert recomputed(layer, 0, True, "torch") is layer
-    assert recomputed(layer, 1, 2, "torch") is layer
-    assert recomputed(layer, 0, 2, "torch") is not layer
+        assert recompute_layer(layer, 0, True, "torch") is layer
+    assert recompute_layer(layer, 1, 2, "torch") is layer
+    assert recompute_layer(layer, 0, 2, "torch") is not layer

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from depthlm.ops.dropout import Dropout, dropout, hashed, kept
+from depthlm.ops.dropout import Dropout, apply_dropout, draw_mask, hashed
 
 
 def lowbias32(x: int) -> int:
@@ -28,7 +28,7 @@ def make(rate: float, rows: int = 64) -> Dropout:
 @pytest.mark.parametrize("rate", [0.1, 0.9])
 def test_values_are_kept_with_the_given_probability_independently_of_one_another(rate: float) -> None:
     how, shape = make(rate), torch.Size((64, 32, 48))
-    masks = torch.stack([kept(shape, how.at(place)).double() for place in range(4)])
+    masks = torch.stack([draw_mask(shape, how.at(place)).double() for place in range(4)])
     n = masks[0].numel()
     deviation = (rate * (1 - rate)) ** 0.5
     assert ((masks.mean((1, 2, 3)) - (1 - rate)).abs() < 4 * deviation / n**0.5).all()
@@ -46,13 +46,13 @@ def test_values_are_kept_with_the_given_probability_independently_of_one_another
 def test_the_mask_of_a_sequence_does_not_depend_on_the_others() -> None:
     x = torch.randn(8, 5, 6)
     whole = make(0.3, 8)
-    parts = [dropout(x[i : i + 2], Dropout(0.3, whole.seeds_b[i : i + 2]), 1) for i in range(0, 8, 2)]
-    assert torch.equal(dropout(x, whole, 1), torch.cat(parts))
+    parts = [apply_dropout(x[i : i + 2], Dropout(0.3, whole.seeds_b[i : i + 2]), 1) for i in range(0, 8, 2)]
+    assert torch.equal(apply_dropout(x, whole, 1), torch.cat(parts))
 
 
 def test_values_are_scaled_so_that_their_mean_stays() -> None:
     x = torch.rand(64, 100, 100) + 1
-    y = dropout(x, make(0.25), 0)
+    y = apply_dropout(x, make(0.25), 0)
     assert torch.equal(y[y != 0], (x / 0.75)[y != 0])
     assert y.mean().item() == pytest.approx(x.mean().item(), rel=2e-3)
-    assert dropout(x, None, 0) is x
+    assert apply_dropout(x, None, 0) is x

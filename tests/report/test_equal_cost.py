@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthlm.report.equal_cost import CONTEXT, COSTS, cost_table, with_costs
-from depthlm.report.figures.equal_cost import CostPoint, separated_front
+from depthlm.report.figures.equal_cost import CostPoint, find_front
 from depthlm.report.scaling_laws import curves, savings
 from depthlm.report.sweep import read_sweep
 from depthlm.sweeps import sweep_points
@@ -70,7 +70,7 @@ points_of = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1
 
 @given(points=points_of)
 def test_the_front_has_the_points_that_no_other_beats(points: list[tuple[int, int]]) -> None:
-    front = [point[:2] for point in separated_front([CostPoint(x, y, 0.0) for x, y in points])]
+    front = [point[:2] for point in find_front([CostPoint(x, y, 0.0) for x, y in points])]
     expected = {(x, y) for x, y in points if not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)}
     assert {*front} == expected
     assert front == sorted(front)
@@ -78,8 +78,8 @@ def test_the_front_has_the_points_that_no_other_beats(points: list[tuple[int, in
 
 def test_the_front_has_only_points_that_intervals_separate() -> None:
     cheap, alike, better = CostPoint(1, 3.0, 0.1), CostPoint(2, 2.9, 0.05), CostPoint(3, 2.7, 0.1)
-    assert separated_front([cheap, alike, better]) == [cheap, better]
-    assert separated_front([cheap, better._replace(interval=None)]) == []
+    assert find_front([cheap, alike, better]) == [cheap, better]
+    assert find_front([cheap, better._replace(interval=None)]) == []
 
 
 def test_a_training_time_that_the_logged_speeds_do_not_determine_is_unknown() -> None:

@@ -15,7 +15,7 @@ from depthlm.mechanisms.residual import Residual
 from depthlm.report.figures.charts import Line, Mark, _is_logarithmic, _lines, _settings, _shifts
 from depthlm.report.figures.heatmap import cells_of, panels_of
 from depthlm.report.figures.style import OTHERS, Mechanism, mechanism_of, style_of
-from depthlm.report.rows import Row, measured, ordered, setting, setting_title
+from depthlm.report.rows import Row, measure_column, order_values, setting, setting_title
 from depthlm.runs.plots import log_ticks, subplots
 from depthlm.sweeps.point import Point
 
@@ -96,7 +96,7 @@ def test_a_heatmap_has_a_panel_for_each_series_and_each_difference() -> None:
     completed = sweep(of)
 
     def ours(row: Row) -> float | None:
-        number = measured(row, completed.first[1])
+        number = measure_column(row, completed.first[1])
         return None if number is None else number.mean
 
     cells = cells_of(completed)
@@ -114,8 +114,8 @@ def test_an_axis_may_be_the_quotient_of_two_settings() -> None:
     assert setting(only_row, "size.hidden_size / size.num_layers") == "15"
     assert setting(only_row, "size.num_heads / size.head_size") is None
     assert setting_title("size.num_heads / size.num_layers") == "num heads / num layers"
-    assert ordered(["16", "2", "1B", "2"]) == ["2", "16", "1B"]
-    assert ordered(["wsd", "2", "cosine"]) == ["wsd", "2", "cosine"]
+    assert order_values(["16", "2", "1B", "2"]) == ["2", "16", "1B"]
+    assert order_values(["wsd", "2", "cosine"]) == ["wsd", "2", "cosine"]
 
 
 def test_without_numbers_no_figure_is_drawn_and_an_old_one_is_removed() -> None:

@@ -15,12 +15,12 @@ from depthlm.report.figures.loss_curves import (
     LossCurve,
     Panel,
     draw_loss_curves,
+    make_title,
     mean_line,
-    moved_apart,
+    move_apart,
     panels_of,
     read,
     smooth,
-    titled,
 )
 from depthlm.report.figures.style import Mechanism, mechanism_of
 from depthlm.report.figures.validation_curves import mean_points
@@ -226,14 +226,14 @@ def test_names_are_moved_apart_by_as_little_as_possible() -> None:
         # too many names start at the bottom and keep their order
         ([0.5 + 0.001 * number for number in range(20)], [0.1 * number for number in range(20)]),
     ):
-        assert moved_apart(wanted, 0.1) == pytest.approx(places, abs=1e-3)
+        assert move_apart(wanted, 0.1) == pytest.approx(places, abs=1e-3)
 
 
 def test_a_panel_is_titled_with_the_real_size_of_its_models() -> None:
     runs = [read_run(write_run(f"{number}", parameters=number)) for number in (370_000, 380_000)]
-    assert titled("700M", {(4, 16)}, runs) == "700M: 4 layers of width 16, 370K to 380K parameters"
-    assert titled("", {(4, 16), (6, 16)}, runs[:1]) == "370K parameters"
-    assert titled("tiny", {(None, None)}, []) == "tiny"
+    assert make_title("700M", {(4, 16)}, runs) == "700M: 4 layers of width 16, 370K to 380K parameters"
+    assert make_title("", {(4, 16), (6, 16)}, runs[:1]) == "370K parameters"
+    assert make_title("tiny", {(None, None)}, []) == "tiny"
 
 
 @pytest.mark.parametrize(

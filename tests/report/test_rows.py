@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 from depthlm.config.experiment import Column, Experiment
-from depthlm.report.rows import Measured, Row, by_seed, difference, gather, measured, number, paper, pooled
+from depthlm.report.rows import (
+    Measured,
+    Row,
+    by_seed,
+    difference,
+    gather,
+    measure_column,
+    number,
+    paper,
+    pool_deviations,
+)
 from depthlm.report.sweep import Sweep
 from depthlm.runs.records import read_run
 from depthlm.sweeps import Point, sweep_points
@@ -40,8 +50,8 @@ def test_seeds_form_one_row_with_mean_and_sample_deviation() -> None:
         write_run(home(f"run-{seed}"), loss, parameters=49_650_000)
     (row,) = rows(*(point("Vanilla", f"run-{seed}", model="vanilla", seed=str(seed)) for seed in (1, 2, 3)))
     assert row.label == "Vanilla"
-    loss_over_seeds = measured(row, LOSS)
-    millions = measured(row, Column(metric="parameters", scale=1e6))
+    loss_over_seeds = measure_column(row, LOSS)
+    millions = measure_column(row, Column(metric="parameters", scale=1e6))
     assert millions is not None
     assert millions.mean == pytest.approx(49.65)
     assert loss_over_seeds == Measured(pytest.approx(3.2), pytest.approx(math.sqrt((0.04 + 0.01 + 0.09) / 2)), 3)
@@ -51,9 +61,9 @@ def test_one_seed_gives_no_deviation_and_no_seed_gives_no_number() -> None:
     write_run(home("run-1"), 3.0)
     write_run(home("run-2"), 2.0, done=0.5)
     (row,) = rows(*(point("Vanilla", f"run-{seed}", seed=str(seed)) for seed in (1, 2)))
-    assert measured(row, LOSS) == Measured(3.0, None, 1)
+    assert measure_column(row, LOSS) == Measured(3.0, None, 1)
     (row,) = rows(point("Vanilla", "run-2"))
-    assert measured(row, LOSS) is None
+    assert measure_column(row, LOSS) is None
 
 
 def test_a_row_is_named_by_its_label_and_differing_settings_or_its_mechanism() -> None:
@@ -148,14 +158,14 @@ def test_pooling_weights_variances_by_their_degrees_of_freedom() -> None:
     # Student's t of two degrees of freedom is 4.303
     assert Measured(3.0, 0.1, 3).interval == pytest.approx(4.303 * 0.1 / math.sqrt(3), rel=1e-3)
     assert Measured(3.0, None, 1).interval is None
-    numbers = pooled([Measured(3.0, 0.1, 5), Measured(2.9, 0.2, 3), Measured(2.8, None, 1)])
+    numbers = pool_deviations([Measured(3.0, 0.1, 5), Measured(2.9, 0.2, 3), Measured(2.8, None, 1)])
     assert [number.mean for number in numbers] == [3.0, 2.9, 2.8]
     assert {number.freedom for number in numbers} == {6}
     assert numbers[0].deviation == pytest.approx(math.sqrt((4 * 0.01 + 2 * 0.04) / 6))
     assert numbers[2].interval == pytest.approx(2.447 * math.sqrt(0.02), rel=1e-3)
-    assert pooled([Measured(3.0, None, 1)]) == [Measured(3.0, None, 1)]
+    assert pool_deviations([Measured(3.0, None, 1)]) == [Measured(3.0, None, 1)]
     # a difference without a common seed gets no interval
-    numbers = pooled([Measured(-0.1, 0.01, 3), Measured(-0.5, None, 0)])
+    numbers = pool_deviations([Measured(-0.1, 0.01, 3), Measured(-0.5, None, 0)])
     assert numbers[0].interval is not None
     assert numbers[1] == Measured(-0.5, None, 0)
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from depthlm.report.rows import measured
+from depthlm.report.rows import measure_column
 from depthlm.report.sweep import with_baseline
 from depthlm.report.tables import DASH, MISSING
 
@@ -31,7 +31,7 @@ def write(directory: str, *validations: tuple[float, float | None], done: float 
 def times(seeds: Sequence[str] = ()) -> list[float | None]:
     """Return the mean time of each row."""
     swept = sweep(OF, seeds=seeds)
-    numbers = [measured(row, swept.columns["time"]) for row in swept.rows]
+    numbers = [measure_column(row, swept.columns["time"]) for row in swept.rows]
     return [None if number is None else number.mean for number in numbers]
 
 
@@ -93,6 +93,6 @@ def test_another_baseline_has_another_time() -> None:
     write(vanilla, (10, 2.5), (20, 2.0))
     write(dca, (10, 3.0), (50, 2.5))
     swept = with_baseline(sweep(OF), "DCA")
-    number = measured(swept.rows[0], swept.columns["time"])
+    number = measure_column(swept.rows[0], swept.columns["time"])
     assert number is not None
     assert number.mean == 10 / 50

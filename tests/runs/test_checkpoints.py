@@ -18,7 +18,7 @@ from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import missing_part, newest_checkpoint, prune, read_manifest
-from depthlm.runs.manifest import CheckpointError, parse_manifest, sealed
+from depthlm.runs.manifest import CheckpointError, parse_manifest, seal
 from depthlm.training.checkpoint.saving import Saver
 from depthlm.training.engine import build_engine
 from depthlm.training.plan import make_plan
@@ -86,12 +86,12 @@ def _flip(path: Path) -> None:
 def _of_another_run(path: Path) -> None:
     manifest = json.loads(path.read_text())
     manifest["config"]["optimizer"]["lr"] = 0.5
-    path.write_text(json.dumps(sealed(manifest)))
+    path.write_text(json.dumps(seal(manifest)))
 
 
 def _without_ranks(path: Path) -> None:
     manifest = json.loads(path.read_text())
-    path.write_text(json.dumps(sealed({name: manifest[name] for name in manifest if name != "world_size"})))
+    path.write_text(json.dumps(seal({name: manifest[name] for name in manifest if name != "world_size"})))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_manifest_of_another_format_is_refused(saved: Path) -> None:
     manifest = json.loads(file.read_text())
     assert manifest["format_version"] == 2
     for version in (1, 3, "2", None):
-        file.write_text(json.dumps(sealed(manifest | {"format_version": version})))
+        file.write_text(json.dumps(seal(manifest | {"format_version": version})))
         with pytest.raises(CheckpointError, match=f"format version {version}, and this depthlm reads version 2"):
             read_manifest(file.parent)
 
@@ -184,7 +184,7 @@ def test_a_value_of_a_wrong_type_and_any_other_content_are_reported(saved: Path)
     file = checkpoint / "manifest.json"
     manifest = json.loads(file.read_text())
     for name, value, wanted in WRONG:
-        file.write_text(json.dumps(sealed(manifest | {name: value})))
+        file.write_text(json.dumps(seal(manifest | {name: value})))
         with pytest.raises(CheckpointError, match=wanted):
             read_manifest(checkpoint)
     for text in (file.read_text(), "[" * 100000, '{"a":' * 100000, "null", "1e999", '{"files": {}}'):

@@ -20,9 +20,11 @@ from hypothesis import strategies as st
 from depthlm.config import compose, compose_anywhere
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
+from depthlm.runs.records import STOPPED, read_run
 from depthlm.slurm.cluster import Cluster, queued_points, record_array, waiting_text
 from depthlm.slurm.submit import job_config_text, main, next_snapshot, submit_array, take_snapshot
 from depthlm.sweeps import Point, sweep_points
+from depthlm.training import train
 
 from ..forks import Forks
 from ..report.made_up import write_run
@@ -152,6 +154,19 @@ def test_a_job_reads_the_configuration_that_was_submitted_whatever_characters_it
     point.__dict__["config"] = config
     file.write_text(job_config_text(point), "utf-8", "surrogateescape")
     assert compose_anywhere([f"config={file}"], auto_precision="auto") == config
+
+
+def test_a_run_that_a_command_has_begun_is_resumed_by_its_job_and_the_other_way_round(
+    small_run: Overrides, tmp_path: Path
+) -> None:
+    overrides = small_run("training.max_steps=6")
+    job = tmp_path / "0.yaml"
+    job.write_text(job_config_text(Point([*overrides, "training.stop_after=4"])))
+    for given in ([*overrides, "training.stop_after=2"], [f"config={job}"]):
+        assert train(compose(given)) == 0
+        assert read_run(tmp_path / "run").state == STOPPED
+    assert train(compose(overrides)) == 0
+    assert [row["step"] for row in read_run(tmp_path / "run").rows] == [*range(1, 7)]
 
 
 def run_job(sweep: Path, index: int) -> subprocess.CompletedProcess[bytes]:

@@ -14,7 +14,7 @@ from depthlm.config import ConfigError, compose
 from depthlm.config.names import by_name
 from depthlm.runs.records import COMPLETE, DIVERGED, FAILED, WAITING, RunRecord
 from depthlm.sweeps import Point, sweep_points
-from depthlm.sweeps.best import undecided, undecided_text
+from depthlm.sweeps.best import find_undecided, undecided_text
 from depthlm.training.nonfinite import DivergedError
 
 Loss = Callable[[Mapping[str, str]], float | None]
@@ -193,7 +193,7 @@ def test_a_damaged_or_unlike_result_decides_nothing(change: dict[str, Any], reas
 
     points = sweep_points(GRID, read=read)
     assert reported(points) == []
-    (group,) = undecided(points, read)
+    (group,) = find_undecided(points, read)
     assert group.waits == ("damage" in change)
     assert reason in undecided_text([group])
 
@@ -213,7 +213,7 @@ def test_without_any_finite_loss_the_grid_widens_downwards_and_nothing_is_chosen
     points = sweep_points(GRID, read=read)
     assert tried(points)[0] == 1.25e-4
     assert reported(points) == []
-    (group,) = undecided(points, read)
+    (group,) = find_undecided(points, read)
     assert not group.waits
     assert "no finite number to choose by" in undecided_text([group])
 
@@ -229,7 +229,7 @@ def test_a_group_chooses_once_all_of_its_runs_are_complete(state: str) -> None:
 
     points = sweep_points(["model=vanilla,mhc", *GRID], read=read)
     assert reported(points) == [("vanilla", 2e-3, "1"), ("vanilla", 2e-3, "2")]
-    assert undecided_text(undecided(points, read)) == "1 group without a chosen value yet: mhc (5 of 6 runs done)"
+    assert undecided_text(find_undecided(points, read)) == "1 group without a chosen value yet: mhc (5 of 6 runs done)"
 
 
 @pytest.mark.parametrize("order", range(3))

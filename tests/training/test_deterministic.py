@@ -24,9 +24,9 @@ def test_a_deterministic_run_gives_the_same_bits_twice_and_does_not_affect_the_n
 ) -> None:
     allowed, train_step = [], trainer.train_step
 
-    def recorded(*arguments: Any) -> torch.Tensor:
+    def recorded(*arguments: Any, **settings: Any) -> torch.Tensor:
         allowed.append(torch.are_deterministic_algorithms_enabled())
-        return train_step(*arguments)
+        return train_step(*arguments, **settings)
 
     monkeypatch.setattr(trainer, "train_step", recorded)
     given = ("model=moda", "training.max_steps=2")

@@ -9,7 +9,7 @@ import torch
 
 import depthlm
 from depthlm.data import Batches, open_corpus
-from depthlm.runs.manifest import Progress, sealed
+from depthlm.runs.manifest import Progress, seal
 from depthlm.runs.records import read_metrics
 from depthlm.runs.trackers import Trackers
 from depthlm.training import FAILED
@@ -107,7 +107,7 @@ def by_hand(directory: Path, step: int) -> None:
     skipped = list(range(6, step + 1))
     changed = {"step": step, "tokens": step * 128, "skipped": skipped, "rewound": [[5, step]]}
     old = directory / "checkpoints/step-00000005"
-    (old / "manifest.json").write_text(json.dumps(sealed(manifest(directory, 5) | changed)))
+    (old / "manifest.json").write_text(json.dumps(seal(manifest(directory, 5) | changed)))
     old.rename(old.with_name(f"step-{step:08d}"))
 
 

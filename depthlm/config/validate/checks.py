@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Set
 from pathlib import Path
 
-from depthlm.config.errors import listed
+from depthlm.config.errors import join_names
 from depthlm.config.names import check_name
 from depthlm.config.resolve import LENGTHS, tokenizer_exists
 from depthlm.config.schema import Config, run_steps, warmup_steps
@@ -134,7 +134,7 @@ def _check_share(config: Config, ranks: int) -> list[str]:
         return [
             f"training.micro_batch_size={training.micro_batch_size}: does not divide a rank's share of the batch, "
             f"{training.batch_size} / {ranks} ranks = {share}; "
-            f"allowed: {listed(m for m in range(1, share + 1) if share % m == 0)}"
+            f"allowed: {join_names(m for m in range(1, share + 1) if share % m == 0)}"
         ]
     return []
 
@@ -305,7 +305,7 @@ def _check_divides(experts: int, number: int, what: str) -> list[str]:
     """Return the mistake of ranks over which experts are spread, if they do not divide a number."""
     if number % experts == 0:
         return []
-    allowed = listed(n for n in range(1, number + 1) if number % n == 0)
+    allowed = join_names(n for n in range(1, number + 1) if number % n == 0)
     return [f"deepspeed.experts={experts}: must divide {what}; allowed: {allowed}"]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_class
 
-from depthlm.config.errors import listed, nearest
+from depthlm.config.errors import join_names, nearest
 from depthlm.config.schema import Config, Model
 from depthlm.locations import install_command
 from depthlm.model.shape import Backbone, Size, SublayerSpec
@@ -84,7 +84,7 @@ def check_target(name: str, settings: Any) -> list[str]:
     not_settings |= SET_BY_GROUPS if name == "optimizer.settings" else set()
     allowed = [parameter for parameter in parameters if parameter not in not_settings]
     return [
-        f"{name}.{setting}: {target} has no such setting; allowed: {listed(allowed) or 'none'}"
+        f"{name}.{setting}: {target} has no such setting; allowed: {join_names(allowed) or 'none'}"
         + nearest(setting, allowed)
         for setting in settings
         if setting != "_target_" and setting not in allowed
@@ -168,7 +168,7 @@ def _check_depth(config: Config, base: Size) -> list[str]:
         return []
     import torch
 
-    from depthlm.optimizers.parametrization import summed_outputs
+    from depthlm.optimizers.parametrization import count_summed_outputs
 
     connection, _ = factories(config.model)
     shown = f"parametrization=completep, parametrization.base_size={base.name}: "
@@ -179,7 +179,7 @@ def _check_depth(config: Config, base: Size) -> list[str]:
         ]
     try:
         with torch.device("meta"):
-            summed_outputs(connection(SublayerSpec(0, "attention", base.num_layers), base, config.backbone))
+            count_summed_outputs(connection(SublayerSpec(0, "attention", base.num_layers), base, config.backbone))
     except ValueError as error:
         return [f"{shown}{line}; parametrization=mup needs no depth" for line in str(error).splitlines()]
     return []
@@ -201,7 +201,7 @@ def check_shape(config: Config) -> list[str]:
     if size.num_heads % size.num_kv_heads:
         errors.append(
             f"size.num_kv_heads={size.num_kv_heads}: must divide size.num_heads={size.num_heads}; "
-            f"allowed: {listed(k for k in range(1, size.num_heads + 1) if size.num_heads % k == 0)}"
+            f"allowed: {join_names(k for k in range(1, size.num_heads + 1) if size.num_heads % k == 0)}"
         )
     if backbone.position == "rope" and size.head_size % 2:
         errors.append(f"size.head_size={size.head_size}: RoPE rotates pairs; it must be even")
@@ -243,7 +243,7 @@ def _check_experts(size: Size, backbone: Backbone) -> list[str]:
     if size.num_experts % groups:
         errors.append(
             f"backbone.router_groups={groups}: must divide size.num_experts={size.num_experts}; "
-            f"allowed: {listed(n for n in range(1, size.num_experts + 1) if size.num_experts % n == 0)}"
+            f"allowed: {join_names(n for n in range(1, size.num_experts + 1) if size.num_experts % n == 0)}"
         )
     elif kept > groups:
         errors.append(f"backbone.router_groups_kept={kept}: there are only {groups} groups (backbone.router_groups)")

@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
-from depthlm.config.errors import listed, nearest
+from depthlm.config.errors import join_names, nearest
 from depthlm.config.hydra_context import available_groups, value_text
 from depthlm.config.keys import FREE_GROUPS, NAMED, check_fields, flatten, keys
 from depthlm.files import read_yaml
@@ -91,7 +91,7 @@ def _no_such_option(text: str, override: Override, options: Sequence[str], confi
     # the options that users add most
     often_added = name.startswith(("model", "optimizer")) and config_dir is None
     hint = "; for your own, give --config-dir" if often_added else ""
-    return f"{text}: no such {name}; allowed: {listed(options)}{nearest(str(override.value()), options)}{hint}"
+    return f"{text}: no such {name}; allowed: {join_names(options)}{nearest(str(override.value()), options)}{hint}"
 
 
 def not_an_override(text: str) -> str:
@@ -188,15 +188,15 @@ def _explain_value(
     sections = {key.rsplit(".", 1)[0] for key in known if "." in key}
     if name in sections:
         inside = [key for key in known if key.startswith(name + ".")]
-        return f"{text}: a group of keys; set one of {listed(inside)}"
+        return f"{text}: a group of keys; set one of {join_names(inside)}"
     group, _, setting = name.replace(".", "/").rpartition("/")
     if group in groups and name.startswith(OPEN) and (owners := _owners(group, setting, groups, config_dir)):
-        return f"{text}: not a setting of this mechanism; {listed(owners)} have `{setting}`"
+        return f"{text}: not a setting of this mechanism; {join_names(owners)} have `{setting}`"
     parent, _, leaf = name.rpartition(".")
     if parent in ("model.connection", "model.attention"):
         inside = [key.removeprefix(f"{parent}.") for key in present if key.startswith(f"{parent}.")]
         settings = [key for key in inside if key != "_target_"]
-        return f"{text}: no such key; allowed: {listed(settings) or 'none'}{nearest(leaf, settings)}"
+        return f"{text}: no such key; allowed: {join_names(settings) or 'none'}{nearest(leaf, settings)}"
     return f"{text}: no such key{nearest(name, present)}"
 
 

@@ -85,11 +85,11 @@ class Reader:
     def records(self, start: int = 0) -> Iterator[Record]:
         """Yield the records from number `start` on."""
         plain, codec = formats.split_codec(self.file.name)
-        with formats.reading(self.file), self._open() as raw:
+        with formats.name_file_in_errors(self.file), self._open() as raw:
             if plain.endswith(formats.PARQUET):
                 yield from self._rows(raw, start)
                 return
-            stream = formats.decompressed(raw, codec)
+            stream = formats.decompress(raw, codec)
             if plain.endswith(formats.JSON):
                 formats.check_text(stream.peek(), self.file, json=True)
                 if stream.peek().startswith(codecs.BOM_UTF8):
@@ -155,7 +155,7 @@ class Reader:
     def _json_document(self, number: int, line: bytes) -> Record:
         name = f"{self.file.name}:{number}"
         try:
-            value = _parsed(line.decode("utf-8"))
+            value = _parse_json(line.decode("utf-8"))
         except UnicodeDecodeError as error:
             return Record(name, number + 1, None, "utf8", f"line {number + 1} is not UTF-8 ({error.reason})")
         except (ValueError, RecursionError) as error:
@@ -193,7 +193,7 @@ class Reader:
         return Record(name, number + 1, text)
 
 
-def _parsed(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     """Return the value of a JSON text. Raises ValueError."""
     try:
         return json.loads(text)
@@ -305,7 +305,7 @@ def values(raw: BinaryIO, column: str, start: int, longest: int, where: str) -> 
         batch_rows = max(1, min(max_rows, int(BATCH_BYTES / max(per_row, 1))))
         for batch in table.iter_batches(batch_rows, row_groups=[group], columns=[column]):
             # by name: a column with a dot in its name is also the path of a field of a struct
-            for value, size in _sized(batch.column(column), longest):
+            for value, size in _measure_sizes(batch.column(column), longest):
                 if number >= start:
                     yield number, value, size
                 number += 1
@@ -339,7 +339,7 @@ def _may_repeat(chunk: Any) -> bool:
     return dictionary > DICTIONARY_BYTES or chunk.total_uncompressed_size > COMPRESSION * chunk.total_compressed_size
 
 
-def _sized(array: "pa.Array", longest: int) -> Iterator[tuple[bytes | None, int]]:
+def _measure_sizes(array: "pa.Array", longest: int) -> Iterator[tuple[bytes | None, int]]:
     """Yield the values and their sizes, as bytes, so that a value that is not UTF-8 does not fail the others."""
     import pyarrow as pa
 

@@ -56,7 +56,7 @@ def is_records(name: str) -> bool:
     return split_codec(name)[0].endswith((*JSON, PARQUET))
 
 
-def decompressed(raw: BinaryIO, codec: str | None) -> io.BufferedReader:
+def decompress(raw: BinaryIO, codec: str | None) -> io.BufferedReader:
     """Return a stream of the decompressed text, which raises where the file ends within a frame."""
     stream: Any = raw
     if codec == ".gz":
@@ -79,8 +79,8 @@ def compression(file: Path, sample: int = 2**23) -> float:
     _, codec = split_codec(file.name)
     if codec is None:
         return 1.0
-    with reading(TextFile(file.name, str(file))), open_regular(file) as raw:
-        stream = decompressed(raw, codec)
+    with name_file_in_errors(TextFile(file.name, str(file))), open_regular(file) as raw:
+        stream = decompress(raw, codec)
         return len(stream.read(sample)) / max(raw.tell(), 1)
 
 
@@ -107,7 +107,7 @@ def check_text(head: bytes, file: TextFile, json: bool) -> None:
 
 
 @contextmanager
-def reading(file: TextFile) -> Iterator[None]:
+def name_file_in_errors(file: TextFile) -> Iterator[None]:
     """Convert errors of the libraries to a DataError that names the file."""
     import zlib
 

@@ -38,16 +38,16 @@ def hub_files(
     from huggingface_hub import HfApi, constants
 
     where = f"{repo} at {revision}" if revision else repo
-    with _explained(where, repo, revision):
+    with _explain_errors(where, repo, revision):
         wait = constants.HF_HUB_ETAG_TIMEOUT
         info = HfApi().dataset_info(repo, revision=revision, timeout=wait, expand=["sha"])
         if not isinstance(info.id, str) or not isinstance(info.sha, str):
             raise TypeError("no name or commit of the repository")
         root = f"hf://datasets/{info.id}@{info.sha}"
         base, patterns = _splits(root, subset, _configs(info.id, info.sha, where), where)
-        urls = {split: _matching(base, patterns.get(split, [])) for split in splits}
+        urls = {split: _find_matching(base, patterns.get(split, [])) for split in splits}
         if missing := [split for split in splits if not urls[split]]:
-            available = [split for split in patterns if _matching(base, patterns[split])]
+            available = [split for split in patterns if _find_matching(base, patterns[split])]
             if not available:
                 remedy = "Set data.hub to another; for one with a script, try data.revision=refs/convert/parquet."
                 raise DataError(f"no file of text ({', '.join(_FORMATS)})", where, remedy)
@@ -65,7 +65,7 @@ def open_url(url: str) -> BinaryIO:
     from huggingface_hub import HfFileSystem
 
     repo, _, rest = url.removeprefix("hf://datasets/").partition("@")
-    explained = partial(_explained, url, repo, rest.partition("/")[0])
+    explained = partial(_explain_errors, url, repo, rest.partition("/")[0])
     with explained():
         return io.BufferedReader(_Stream(HfFileSystem().open(url, "rb", block_size=_BLOCK), explained))
 
@@ -78,7 +78,7 @@ def hub_tokenizer(name: str, others: Sequence[str] = ()) -> dict[str, bytes]:
     from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
 
     load: Callable[[str, str], Any] = hf_hub_download
-    with _explained(name, name, model=True):
+    with _explain_errors(name, name, model=True):
         try:
             # Without this request, an unreachable hub makes the download retry for minutes.
             HfApi().model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT, expand=["sha"])
@@ -130,7 +130,7 @@ def _splits(
             folders = [path.rpartition("/")[2] for path in hub.glob(f"{root}/*") if hub.isdir(path)]
             remedy = f"Set data.subset to null, or to a folder of it: {', '.join(folders) or 'there are none'}."
             raise DataError(f"no such subset {subset!r}", where, remedy)
-        return base, _guessed(base)
+        return base, _guess_patterns(base)
     defaults = [name for name in configs if name == "default" or configs[name].get("default") or len(configs) == 1]
     name = subset or next(iter(defaults), None)
     if name is None or name not in configs:
@@ -138,10 +138,10 @@ def _splits(
         raise DataError(what, where, f"Set data.subset to one of: {', '.join(configs)}.")
     config = configs[name]
     base = f"{root}/{config['data_dir']}" if config.get("data_dir") else root
-    return base, sanitize_patterns(config["data_files"]) if config.get("data_files") else _guessed(base)
+    return base, sanitize_patterns(config["data_files"]) if config.get("data_files") else _guess_patterns(base)
 
 
-def _guessed(base: str) -> dict[str, list[str]]:
+def _guess_patterns(base: str) -> dict[str, list[str]]:
     from datasets.data_files import DEFAULT_PATTERNS_SPLIT_IN_FILENAME, EmptyDatasetError, get_data_patterns
 
     try:
@@ -155,7 +155,7 @@ def _guessed(base: str) -> dict[str, list[str]]:
     return beside_folders | {str(split): patterns for split, patterns in patterns_by_split.items()}
 
 
-def _matching(base: str, patterns: list[str]) -> list[str]:
+def _find_matching(base: str, patterns: list[str]) -> list[str]:
     from datasets.data_files import DataFilesList
 
     try:
@@ -190,7 +190,7 @@ class _Stream(io.RawIOBase):
 
 
 @contextmanager
-def _explained(where: str, repo: str, revision: str | None = None, model: bool = False) -> Iterator[None]:
+def _explain_errors(where: str, repo: str, revision: str | None = None, model: bool = False) -> Iterator[None]:
     """Raise the libraries' errors as DataErrors that say what to do."""
     import yaml
     from huggingface_hub import errors

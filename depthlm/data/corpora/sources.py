@@ -149,7 +149,7 @@ def walk(root: Path, suffixes: tuple[str, ...]) -> tuple[list[TextFile], dict[st
 
 def matches(name: str, pattern: str) -> bool:
     """Return whether a file's name below the root matches a pattern: `*` is any text, `**/` any folders or none."""
-    return _compiled(pattern).match(name) is not None
+    return _compile_pattern(pattern).match(name) is not None
 
 
 def _with_defaults(source: Source, data: Data, path: str | None) -> Source:
@@ -177,7 +177,7 @@ def _local_files(name: str, source: Source) -> TextFiles:
         train, held_out = [TextFile(root.name, str(root))], None
     else:
         files, others = walk(root, tuple(source.suffixes or ()) if source.source else (".py",))
-        train, held_out = _matching(files, source, root)
+        train, held_out = _split_matching(files, source, root)
         unmatched = sorted({*files} - {*train, *(held_out or ())})
         others["files that data.files does not match"] = [file.name for file in unmatched]
         # the default corpus is Python's standard library, of which no user chose the files
@@ -196,7 +196,7 @@ def _digest(listing: list[tuple[str | int, ...]]) -> str:
     return hashlib.sha256(repr(listing).encode()).hexdigest()
 
 
-def _matching(files: list[TextFile], source: Source, root: Path) -> tuple[list[TextFile], list[TextFile] | None]:
+def _split_matching(files: list[TextFile], source: Source, root: Path) -> tuple[list[TextFile], list[TextFile] | None]:
     """Return the training files and the held-out files (None without a pattern). Raises DataError without a match."""
     patterns = {"data.files": source.files, "data.validation_files": source.validation_files}
     set_patterns = {key: pattern for key, pattern in patterns.items() if pattern is not None}
@@ -212,7 +212,7 @@ def _matching(files: list[TextFile], source: Source, root: Path) -> tuple[list[T
 
 
 @functools.cache
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     # fnmatch leaves a private character unchanged
     translated = fnmatch.translate(re.sub(r"(^|(?<=/))\*\*/", "\ue000", pattern))
     return re.compile(translated.replace("\ue000", "(?:.*/)?"))

@@ -16,7 +16,7 @@ from depthlm.console import stderr_console
 from depthlm.data.corpora.documents import document_digest, share_of
 from depthlm.data.manifest import VERSION, Manifest, dtype_of, little_endian
 from depthlm.data.preparation import progress as progress_file
-from depthlm.data.preparation.prepare import check_name, locked, publish, writing
+from depthlm.data.preparation.prepare import check_name, lock_tokens, name_refusals, publish
 from depthlm.data.preparation.progress import SplitWriter
 from depthlm.data.settings import SHARD_TOKENS
 from depthlm.data.tokenizers import REMEDY, Tokenizer, bytes_tokenizer, check_end_of_text, pretrained_tokenizer
@@ -57,7 +57,7 @@ class _Ids:
 
     def __init__(self, file: Path, dtype: str | None) -> None:
         self.file, self.sha256 = file, ""
-        with self._opened() as stream:
+        with self._open() as stream:
             self.stamp = self._stamp(stream)
             has_header = stream.read(len(NPY)) == NPY
             stream.seek(0)
@@ -88,7 +88,7 @@ class _Ids:
     def parts(self) -> Iterator[NDArray[np.integer]]:
         """Yield the ids in their order. Raises DataError if the file changes, also since it was read before."""
         sha256, width = hashlib.sha256(), self.dtype.itemsize
-        with self._opened() as stream:
+        with self._open() as stream:
             stream.seek(self.start)
             for first in range(0, self.count, CHUNK):
                 content = stream.read(size := width * min(CHUNK, self.count - first))
@@ -103,7 +103,7 @@ class _Ids:
         self.sha256 = sha256.hexdigest()
 
     @contextmanager
-    def _opened(self) -> Iterator[BinaryIO]:
+    def _open(self) -> Iterator[BinaryIO]:
         try:
             stream = open_regular(self.file)
         except (OSError, ValueError) as error:
@@ -170,15 +170,15 @@ def import_tokens(job: Import, console: Console | None = None) -> Manifest:
     target = job.folder.resolve()
     check_name(target.name)
     files = [_Ids(file, job.dtype) for file in job.files]
-    with writing(job.folder, "Free some space or fix the cause, then run the same command again."):
+    with name_refusals(job.folder, "Free some space or fix the cause, then run the same command again."):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with locked(target, console):
+        with lock_tokens(target, console):
             return _import(job, files, target)
 
 
 def _import(job: Import, files: Sequence[_Ids], target: Path) -> Manifest:
     """Make the token files; the lock must be held. Raises DataError and OSError."""
-    flags = _held_out(job, files)
+    flags = _find_held_out(job, files)
     settings = {
         "version": VERSION,
         "imported": [[str(ids.file.resolve()), ids.sha256, str(ids.dtype)] for ids in files],
@@ -218,7 +218,7 @@ def _write(
     for file in files:
         first = 0
         for part in file.parts():
-            ids = _checked(part, first, size, file.file)
+            ids = _check_ids(part, first, size, file.file)
             first += len(ids)
             ends = np.flatnonzero(ids == tokenizer.end_of_text)
             # which documents a part has ids of, and whether each is held out
@@ -253,7 +253,7 @@ def _check(job: Import, documents: int, last: int, train: int, held: int) -> Non
         raise DataError(what, where, "Set another --held-out, or give more files.")
 
 
-def _held_out(job: Import, files: Sequence[_Ids]) -> NDArray[np.bool_] | None:
+def _find_held_out(job: Import, files: Sequence[_Ids]) -> NDArray[np.bool_] | None:
     """Read all ids once, and return whether each document is held out, [documents + 1]; None: all are.
 
     A hash of its ids decides, so copies of a document are in the same split. Ids after the last end of text count as
@@ -274,7 +274,7 @@ def _held_out(job: Import, files: Sequence[_Ids]) -> NDArray[np.bool_] | None:
     return None if job.held_out >= 1 else np.array([*flags, False])
 
 
-def _checked(ids: NDArray[np.integer], first: int, vocab_size: int, file: Path) -> NDArray[np.int64]:
+def _check_ids(ids: NDArray[np.integer], first: int, vocab_size: int, file: Path) -> NDArray[np.int64]:
     """Return the ids of a part. first: the position of its first id. Raises DataError for one beyond the vocabulary."""
     bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if len(bad):

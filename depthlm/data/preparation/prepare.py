@@ -155,12 +155,12 @@ class _Preparation:
             text_files(self.name, self.source)  # raises for missing text before anything is created
         remedy = "Free some space or fix the cause, then run the same command: it resumes from the last complete shard."
         try:
-            with writing(self.folder, remedy):
+            with name_refusals(self.folder, remedy):
                 self.target.parent.mkdir(parents=True, exist_ok=True)
                 if part is not None:
                     self.encode_part(part)
                     return self.folder
-                with locked(self.target, self.console) as complete:
+                with lock_tokens(self.target, self.console) as complete:
                     if complete:
                         self.check_existing()
                     else:
@@ -189,7 +189,7 @@ class _Preparation:
 
     def encode_part(self, part: Part) -> None:
         """Encode a part of the source, and make the token files if no other part is missing."""
-        with locked(self.target, self.console) as complete:
+        with lock_tokens(self.target, self.console) as complete:
             if complete:
                 return
             job = self.begin(copies=2)
@@ -199,12 +199,12 @@ class _Preparation:
         try:
             encoded = encode_part(job, part)
         except FileNotFoundError:
-            with locked(self.target, self.console) as complete:
+            with lock_tokens(self.target, self.console) as complete:
                 if complete:
                     # a process that prepares the whole source has removed the folder of parts
                     return
             raise
-        with locked(self.target, self.console) as complete:
+        with lock_tokens(self.target, self.console) as complete:
             if complete:
                 return
             missing = missing_files(job)
@@ -302,7 +302,7 @@ class _Preparation:
 
 
 @contextmanager
-def writing(folder: Path, remedy: str) -> Iterator[None]:
+def name_refusals(folder: Path, remedy: str) -> Iterator[None]:
     """Raise what the system refuses while token files are made, such as on a full disk, as DataError."""
     try:
         yield
@@ -312,7 +312,7 @@ def writing(folder: Path, remedy: str) -> Iterator[None]:
 
 
 @contextmanager
-def locked(target: Path, console: Console) -> Iterator[bool]:
+def lock_tokens(target: Path, console: Console) -> Iterator[bool]:
     """Hold the lock of a folder of token files, and yield whether it is complete."""
     # The lock file is never removed: a third process could then lock a new file while the second holds the old one.
     with open_appending(target.with_name(f".{target.name}.lock")) as file:

@@ -231,13 +231,13 @@ def training_bar(
     with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
         task = bar.add_task("", total=total_bytes, doing="reading")
 
-        def counted(texts: Iterable[str]) -> Iterator[str]:
+        def count_texts(texts: Iterable[str]) -> Iterator[str]:
             for text in texts:
                 bar.advance(task, len(text))
                 yield text
             bar.update(task, total=None, doing="finding merges")
 
-        yield counted
+        yield count_texts
 
 
 class ProgressBar(Progress):

@@ -24,7 +24,7 @@ def attention_class(mixers: Iterable[Mixer]) -> type[SelfAttention]:
     return next((type(mixer) for mixer in mixers if isinstance(mixer, SelfAttention)), SelfAttention)
 
 
-def attending(mixers: Sequence[Mixer], loops: int) -> list[int]:
+def attention_positions(mixers: Sequence[Mixer], loops: int) -> list[int]:
     """Return the unrolled positions of the layers with keys and values, in the order in which they run."""
     kept = [layer for layer, mixer in enumerate(mixers) if isinstance(mixer, SelfAttention)]
     return [loop * len(mixers) + layer for loop in range(loops) for layer in kept]

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthlm.model.attention.context import AttentionContext, causal_mask
-from depthlm.model.edges import Edit, Reader, described
+from depthlm.model.edges import Edit, Reader, describe_axes
 from depthlm.model.figures import Figure
 from depthlm.model.layers import Linear, Norm, Rope, apply_rope
 from depthlm.model.shape import Backbone, Size, SublayerSpec
-from depthlm.ops.dropout import ATTENTION_WEIGHTS, dropout
+from depthlm.ops.dropout import ATTENTION_WEIGHTS, apply_dropout
 from depthlm.ops.dtypes import upcast
 from depthlm.ops.flash import attend_by_document
 from depthlm.ops.functions import are_linear, linear, linear_together
@@ -114,7 +114,7 @@ class SelfAttention(nn.Module):
         """Return the weights of keys and values of several layers that `attend` uses, as `Connection.edited` does."""
         if self.edit is None:
             return weights
-        return self.edit(Reader("layer", past.slot), weights, described(weights, axes, sources, normalized))
+        return self.edit(Reader("layer", past.slot), weights, describe_axes(weights, axes, sources, normalized))
 
     def output(self, context: Tensor) -> Tensor:
         """Project context_bt(he) to output_btd."""
@@ -221,7 +221,7 @@ def _attend_with_dropout(q_bhte: Tensor, k: Tensor, v: Tensor, past: AttentionCo
     # the factor comes first, since products may overflow in fp16
     scores_bhts = upcast((q_bhte * q_bhte.shape[-1] ** -0.5) @ k.mT)
     weights_bhts = scores_bhts.masked_fill(~mask, -torch.inf).softmax(-1)
-    return dropout(weights_bhts, past.dropout, ATTENTION_WEIGHTS).to(v.dtype) @ v
+    return apply_dropout(weights_bhts, past.dropout, ATTENTION_WEIGHTS).to(v.dtype) @ v
 
 
 class AttentionFactory(Protocol):

@@ -10,7 +10,7 @@ from typing import Any
 from depthlm.config.experiment import Column
 from depthlm.counts import as_number
 from depthlm.report.figures.style import Style, mechanism_of, style_of
-from depthlm.report.rows import Measured, Row, measured, ordered, paper, setting, setting_title
+from depthlm.report.rows import Measured, Row, measure_column, order_values, paper, setting, setting_title
 from depthlm.report.sweep import Difference, Sweep, references_text, title_of
 from depthlm.report.tables import signed_text
 from depthlm.runs.plots import distinct, grid, legend_below, log_ticks, save, short, subplots
@@ -146,7 +146,7 @@ def _lines(
     sweep: Sweep, hollow: bool, numbers: Mapping[str, Measured] | None = None, ringed: Set[str] = frozenset()
 ) -> list[Line]:
     def mark(row: Row) -> Mark:
-        ours = measured(row, sweep.first[1]) if numbers is None else numbers.get(row.label)
+        ours = measure_column(row, sweep.first[1]) if numbers is None else numbers.get(row.label)
         return replace(_mark(sweep, row, hollow, ours), ringed=row.label in ringed)
 
     styles = style_of([mechanism_of(series.rows[0].points[0]) for series in sweep.series])
@@ -171,7 +171,7 @@ def _mark(sweep: Sweep, row: Row, hollow: bool, ours: Measured | None = None) ->
 
 def _settings(sweep: Sweep) -> list[str]:
     """Return the distinct settings on the axis, in order; none if the axis is a number of summary.json."""
-    return ordered([value for row in sweep.rows if (value := setting(row, sweep.experiment.x)) is not None])
+    return order_values([value for row in sweep.rows if (value := setting(row, sweep.experiment.x)) is not None])
 
 
 def _has_words(settings: Sequence[str]) -> bool:
@@ -182,7 +182,7 @@ def _place(sweep: Sweep, row: Row) -> float | None:
     """Return the position of our number of a row on the axis, where words have their ranks; None if unknown."""
     settings = _settings(sweep)
     if not settings:
-        number = measured(row, Column(metric=sweep.experiment.x))
+        number = measure_column(row, Column(metric=sweep.experiment.x))
         return None if number is None else number.mean
     text = setting(row, sweep.experiment.x)
     if text is None:

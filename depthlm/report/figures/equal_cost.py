@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from depthlm.config.experiment import Column
 from depthlm.report.figures.style import mechanism_of, style_of
-from depthlm.report.rows import Row, measured
+from depthlm.report.rows import Row, measure_column
 from depthlm.report.sweep import Sweep, title_of
 from depthlm.runs.plots import grid, legend_below, log_ticks, save, short, subplots
 
@@ -26,7 +26,7 @@ def draw_costs(sweep: Sweep, rows: Sequence[Row], costs: Mapping[str, Column], p
     numbers = sweep.pooled_numbers()
     series = [each for each in sweep.series if any(row in rows for row in each.rows)]
     styles = style_of([mechanism_of(each.rows[0].points[0]) for each in series])
-    shown = [cost for cost in costs.values() if any(measured(row, cost) is not None for row in rows)]
+    shown = [cost for cost in costs.values() if any(measure_column(row, cost) is not None for row in rows)]
     rows_of_panels = math.ceil(len(shown) / 2)
     figure, axes = subplots(2, 9.6, 0.6 + 3.6 * rows_of_panels, rows=rows_of_panels, sharey=True)
     panels = list(axes.flat)
@@ -38,7 +38,7 @@ def draw_costs(sweep: Sweep, rows: Sequence[Row], costs: Mapping[str, Column], p
             points = [
                 CostPoint(x.mean, y.mean, y.interval)
                 for row in each.rows
-                if (x := measured(row, cost)) is not None and (y := numbers[row.label]) is not None
+                if (x := measure_column(row, cost)) is not None and (y := numbers[row.label]) is not None
             ]
             every_point += points
             panel.errorbar(
@@ -46,7 +46,7 @@ def draw_costs(sweep: Sweep, rows: Sequence[Row], costs: Mapping[str, Column], p
                 [point.interval or 0.0 for point in points], fmt=style.marker, color=style.colour,
                 ms=7, mec="white", mew=0.6, elinewidth=1.2, label=short(each.name), zorder=3,
             )  # fmt: skip
-        front = separated_front(every_point, lower=column.better == "lower")
+        front = find_front(every_point, lower=column.better == "lower")
         costs_of_front, values = [point.cost for point in front], [point.value for point in front]
         panel.plot(costs_of_front, values, color="#999999", lw=1.2, drawstyle="steps-post")
         panel.set_xscale("log")
@@ -58,7 +58,7 @@ def draw_costs(sweep: Sweep, rows: Sequence[Row], costs: Mapping[str, Column], p
     save(figure, path, sweep.stamp(), sweep.experiment.title)
 
 
-def separated_front(points: Sequence[CostPoint], lower: bool = True) -> list[CostPoint]:
+def find_front(points: Sequence[CostPoint], lower: bool = True) -> list[CostPoint]:
     """Return the points whose value no point of at most their cost reaches, the cheapest first.
 
     A value reaches another one where their intervals overlap. Empty if a point has no interval.

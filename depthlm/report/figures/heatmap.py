@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from depthlm.config.experiment import Column
-from depthlm.report.rows import Row, measured, ordered, paper, setting, setting_title
+from depthlm.report.rows import Row, measure_column, order_values, paper, setting, setting_title
 from depthlm.report.sweep import Sweep, title_of
 from depthlm.report.tables import number_text, signed_text
 from depthlm.runs.plots import ink, save, short, subplots
@@ -39,7 +39,7 @@ def draw_heatmap(sweep: Sweep, path: Path) -> list[str] | None:
     """
     name, column = sweep.first
     cells = cells_of(sweep)
-    lines = [panels_of(sweep, cells, lambda row: None if (n := measured(row, column)) is None else n.mean, "")]
+    lines = [panels_of(sweep, cells, lambda row: None if (n := measure_column(row, column)) is None else n.mean, "")]
     if sweep.is_printed(name):
         lines.append(panels_of(sweep, cells, lambda row: paper(row, name), ", the paper's"))
     if not any(np.isfinite(panel.grid).any() for panels in lines for panel in panels):
@@ -79,7 +79,7 @@ def cells_of(sweep: Sweep) -> Cells:
         across, upwards = setting(row, sweep.experiment.x), setting(row, sweep.experiment.y or "")
         if across is not None and upwards is not None:
             values[row.label] = across, upwards
-    x, y = (ordered([pair[axis] for pair in values.values()]) for axis in (0, 1))
+    x, y = (order_values([pair[axis] for pair in values.values()]) for axis in (0, 1))
     return Cells(x, y, {label: (y.index(upwards), x.index(across)) for label, (across, upwards) in values.items()})
 
 

@@ -97,7 +97,7 @@ def panels_of(sweep: Sweep) -> list[Panel]:
 
     Where no row is compared with another one, there is a panel for each model size.
     """
-    groups = sweep.compared()
+    groups = sweep.group_compared()
     sizes = {row.label: config.size.name for row, config in zip(sweep.rows, sweep.configs, strict=True)}
     if len(groups) == 1:
         title = sizes[sweep.rows[0].label] if len(set(sizes.values())) == 1 else ""
@@ -113,10 +113,10 @@ def panels_of(sweep: Sweep) -> list[Panel]:
 def _panel(sweep: Sweep, title: str, rows: Sequence[Row], names: Sequence[str]) -> Panel:
     curves = [LossCurve(name, mechanism_of(row.points[0]), row.runs) for row, name in zip(rows, names, strict=True)]
     shapes = {(size.num_layers, size.hidden_size) for row in rows if (size := sweep.size_of(row)) is not None}
-    return Panel(titled(title, shapes, [run for row in rows for run in row.runs]), curves)
+    return Panel(make_title(title, shapes, [run for row in rows for run in row.runs]), curves)
 
 
-def titled(title: str, shapes: Set[tuple[Any, Any]], runs: Sequence[RunRecord]) -> str:
+def make_title(title: str, shapes: Set[tuple[Any, Any]], runs: Sequence[RunRecord]) -> str:
     """Return the title of a panel with the sizes of its models, as in `micro: 4 layers of width 64, 369K parameters`.
 
     shapes: their layers and widths; None where they are unknown.
@@ -330,7 +330,7 @@ def label_ends(axes: Any, ends: Sequence[End], height: float) -> None:
     low, high = axes.get_ylim()
     edge = axes.get_xlim()[1]
     wanted = [min(max((end.y - low) / (high - low), 0.0), 1.0) for end in ends]
-    for end, place in zip(ends, moved_apart(wanted, LINE / (72 * height)), strict=True):
+    for end, place in zip(ends, move_apart(wanted, LINE / (72 * height)), strict=True):
         dash = "-" if end.x > 0.98 * edge else ":"
         line = {"arrowstyle": "-", "color": end.colour, "lw": 0.5, "ls": dash, "relpos": (0, 0.5), "shrinkA": 1}
         axes.annotate(
@@ -346,7 +346,7 @@ def label_ends(axes: Any, ends: Sequence[End], height: float) -> None:
         )
 
 
-def moved_apart(wanted: Sequence[float], gap: float) -> list[float]:
+def move_apart(wanted: Sequence[float], gap: float) -> list[float]:
     """Return positions at least `gap` apart, in the order of those wanted, with the least sum of squared moves.
 
     Positions that are equal keep their order. They stay between 0 and 1 where there is space for all.

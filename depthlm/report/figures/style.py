@@ -102,12 +102,12 @@ def style_of(mechanisms: Sequence[Mechanism]) -> list[Style]:
         before, count = colours[:number].count(colour), colours.count(colour)
         # dashes distinguish a few series; with more, the shades form a scale
         share = SHADES[before] if count <= len(SHADES) else 0.65 * before / (count - 1)
-        style = Style(shaded(colour, share), MARKERS[number % len(MARKERS)], DASHES[before % len(DASHES)])
+        style = Style(shade(colour, share), MARKERS[number % len(MARKERS)], DASHES[before % len(DASHES)])
         styles.append(style)
     return styles
 
 
-def shaded(colour: str, share: float) -> str:
+def shade(colour: str, share: float) -> str:
     """Return a colour, `#RRGGBB`, mixed with a share of white, or of black if it is negative."""
     from matplotlib.colors import to_hex, to_rgb
 

@@ -53,7 +53,9 @@ def import_weights(config: Config, model: Decoder) -> None:
     kept = copy_weights(weights, model)
     log.info("weights imported from %s", source.path)
     if kept:
-        log.info("%d parameters not found there keep their initialization: %s", len(kept), "; ".join(_grouped(kept)))
+        log.info(
+            "%d parameters not found there keep their initialization: %s", len(kept), "; ".join(_group_texts(kept))
+        )
     saved, current = source.config, dataclasses.asdict(config)
     saved_model, model_name = (saved.get("model") or {}).get("name"), config.model.name
     if saved_model != model_name:
@@ -121,7 +123,7 @@ def copy_weights(source: Mapping[str, Tensor], model: Decoder) -> list[str]:
         if source_name in source and source[source_name].shape != shape_of(parameters[name])
     ]
     if mismatches:
-        lines = "\n".join(f"  - {line}" for line in _grouped(mismatches))
+        lines = "\n".join(f"  - {line}" for line in _group_texts(mismatches))
         raise UserError(f"init_from: this model cannot take these weights:\n{lines}")
     for name, source_name in pairs.items():
         if source_name in source:
@@ -157,7 +159,7 @@ def _name_in_source(name: str, source: Mapping[str, Tensor]) -> str:
     return single_norm if name not in source and single_norm in source else name
 
 
-def _grouped(texts: Iterable[str]) -> list[str]:
+def _group_texts(texts: Iterable[str]) -> list[str]:
     """Merge texts that differ only in numbers between dots, such as layer indices, into one line each."""
     counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", text) for text in texts)
     return [text if count == 1 else f"{text} ({count} of them)" for text, count in counts.items()]

@@ -26,7 +26,7 @@ from depthlm.distributed.process_group import gather, on_rank_0
 from depthlm.files import LargeFile, digest, replace_text, set_default_mode, sync
 from depthlm.run_directory import MANIFEST, RunDirectory
 from depthlm.runs.checkpoints import STATE, WEIGHTS, prune, remove_leftovers
-from depthlm.runs.manifest import sealed
+from depthlm.runs.manifest import seal
 from depthlm.training.engine import Engine
 
 log = logging.getLogger("depthlm")
@@ -151,7 +151,7 @@ class Saver:
         # their names in the run directory, and that of the folder of the checkpoints
         sync(self.run.path)
         sync(writing.staging / STATE)
-        manifest = sealed({**writing.manifest, "files": dict(sorted(digests.items()))})
+        manifest = seal({**writing.manifest, "files": dict(sorted(digests.items()))})
         replace_text(writing.staging / MANIFEST, json.dumps(manifest, indent=1))
         shutil.rmtree(writing.final, ignore_errors=True)
         os.replace(writing.staging, writing.final)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from depthlm.model.experts import spread_of
 from depthlm.model.parameters import shape_of
-from depthlm.optimizers.muon import MATRICES, MuonAndAdamW, Orthogonalized, orthogonalized
+from depthlm.optimizers.muon import MATRICES, MuonAndAdamW, Orthogonalized, orthogonalize
 from depthlm.training.engine.partitions import Fragment, Partition, partitions
 
 
@@ -141,7 +141,7 @@ class Exchange:
         for shape, group in itertools.groupby(self.matrices, lambda matrix: matrix.shape):
             matrices = list(group)
             stack = torch.stack([torch.cat([parts[f] for f in m.fragments]).view(shape) for m in matrices])
-            for matrix, result in zip(matrices, orthogonalized(stack, steps), strict=True):
+            for matrix, result in zip(matrices, orthogonalize(stack, steps), strict=True):
                 elements = result.reshape(-1)
                 parts |= {f: elements[f.start : f.start + f.length] for f in matrix.fragments}
         returned = self._send(concatenate([parts[f] for f in incoming], flat), other_sizes, sizes).to(update.device)

@@ -111,7 +111,7 @@ def nonfinite(model: nn.Module, optimizer: torch.optim.Optimizer, zero: Any | No
 
     zero: DeepSpeed's optimizer around it at ZeRO 1 to 3.
     """
-    tensors = _replicated(model, optimizer) if zero is None else _sharded(model, optimizer, zero)
+    tensors = _iterate_replicated(model, optimizer) if zero is None else _iterate_sharded(model, optimizer, zero)
     return next((name for name, tensor in tensors if not _is_finite(tensor)), None)
 
 
@@ -122,14 +122,14 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.stack(tensor.detach().aminmax()).isfinite().all())
 
 
-def _replicated(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+def _iterate_replicated(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         yield name, parameter
         for key, state in optimizer.state.get(parameter, {}).items():
             yield from ((f"{key} of {name}", leaf) for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
 
 
-def _sharded(model: nn.Module, optimizer: torch.optim.Optimizer, zero: Any) -> Iterator[tuple[str, Tensor]]:
+def _iterate_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, zero: Any) -> Iterator[tuple[str, Tensor]]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     for partition in partitions(zero):
         flat, states = partition.flat, optimizer.state.get(partition.flat, {})
@@ -228,7 +228,7 @@ def fill(partition: Partition, names: dict[nn.Parameter, str], parts: dict[str, 
     for parameter, fragment in partition.local_fragments():
         spread = spread_of(parameter)
         begin = fragment.start + (0 if spread is None else spread.rank * parameter.numel())
-        for start, piece in overlapping(parts[names[parameter]], begin, begin + fragment.length):
+        for start, piece in find_overlapping(parts[names[parameter]], begin, begin + fragment.length):
             first, last = max(begin, start), min(begin + fragment.length, start + piece.length)
             target_elements = slice(fragment.offset + first - begin, fragment.offset + last - begin)
             saved_elements = slice(piece.offset + first - start, piece.offset + last - start)
@@ -238,7 +238,7 @@ def fill(partition: Partition, names: dict[nn.Parameter, str], parts: dict[str, 
     return states | values
 
 
-def overlapping(pieces: list[Piece], begin: int, end: int) -> Iterator[tuple[int, Piece]]:
+def find_overlapping(pieces: list[Piece], begin: int, end: int) -> Iterator[tuple[int, Piece]]:
     """Yield the pieces that have elements from `begin` to `end` of a parameter, and where each of them starts."""
     start = 0
     for piece in pieces:

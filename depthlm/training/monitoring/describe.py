@@ -14,7 +14,7 @@ from depthlm.config import Config
 from depthlm.config.reproduce import MASKS
 from depthlm.config.saved import targets
 from depthlm.config.validate.decoder import reads_across_layers
-from depthlm.counts import count_text, counted, duration_text, gib_text
+from depthlm.counts import count_text, duration_text, format_count, gib_text
 from depthlm.data import Batches, Corpus
 from depthlm.distributed.launchers import ranks
 from depthlm.files import replace_text
@@ -32,7 +32,7 @@ from depthlm.training.plan import Plan
 log = logging.getLogger("depthlm")
 
 
-def derived(
+def derive_values(
     config: Config,
     plan: Plan,
     corpus: Corpus,
@@ -61,10 +61,11 @@ def derived(
         **({"mixture": mixture(plan, batches)} if len(corpus.train) > 1 else {}),
         "validation": ", ".join(f"{name} ({count_text(len(tokens))})" for name, tokens in corpus.validation.items()),
         "run": f"{plan.max_steps} steps, {count_text(plan.total_tokens)} tokens{epochs}, "
-        f"warm-up {counted(plan.warmup_steps, 'step')}, {config.schedule.name} from {config.optimizer.lr:g}",
+        f"warm-up {format_count(plan.warmup_steps, 'step')}, {config.schedule.name} from {config.optimizer.lr:g}",
         **({"remark": remark} if (remark := long_run_remark(config)) else {}),
         "batch": f"{plan.batch_size} sequences x {plan.sequence_length} = {plan.tokens_per_step:,} tokens = "
-        f"{counted(plan.world_size, 'rank')} x {plan.accumulation} accumulated x {plan.micro_batch_size} sequences",
+        f"{format_count(plan.world_size, 'rank')} x {plan.accumulation} accumulated "
+        f"x {plan.micro_batch_size} sequences",
         "FLOPs": f"{count_text(flops_per_token)} per token, {flops_per_token * plan.total_tokens:.3g} in all",
         "memory estimate": memory_text(config, memory),
         "dtypes": dtypes(config, model),
@@ -188,9 +189,9 @@ def memory_text(config: Config, memory: Memory | None) -> str:
     """Describe the memory estimate of a rank and the settings it holds for."""
     if memory is None:
         return "none: the decoder or the optimizer cannot be traced"
-    how = config.training.activation_checkpointing
+    recompute = config.training.activation_checkpointing
     kinds = {False: "", True: ", activation checkpointing", "selective": ", selective activation checkpointing"}
-    checkpointing = kinds.get(how, f", activation checkpointing of every {how} layers")
+    checkpointing = kinds.get(recompute, f", activation checkpointing of every {recompute} layers")
     experts = config.deepspeed.experts
     spread = f", experts spread over {experts} ranks" if experts > 1 else ""
     offloaded = f", and {gib_text(memory.offloaded)} of CPU memory" if memory.offloaded else ""

@@ -266,7 +266,7 @@ class _Line:
         yield _control("\x1b[J\x1b[?7l")
         if self.task is not None:
             # a line as wide as the terminal would wrap in some of them
-            yield from _fitting(self.task, console, options, options.max_width - 1)
+            yield from _fit_columns(self.task, console, options, options.max_width - 1)
         yield _control("\x1b[?7h\r")
 
 
@@ -275,7 +275,7 @@ def _control(codes: str) -> Segment:
     return Segment(codes, None, [(ControlType.CARRIAGE_RETURN,)])
 
 
-def _fitting(task: Task, console: Console, options: ConsoleOptions, width: int) -> RenderResult:
+def _fit_columns(task: Task, console: Console, options: ConsoleOptions, width: int) -> RenderResult:
     step, last = int(task.completed), int(task.total or 0)
     texts = {
         "step": f"step {step}/{last}",

@@ -14,7 +14,7 @@ import depthlm
 from depthlm.errors import UserError
 from depthlm.files import digest
 from depthlm.runs.checkpoints import read_manifest
-from depthlm.runs.manifest import CheckpointError, sealed
+from depthlm.runs.manifest import CheckpointError, seal
 from depthlm.training import train
 
 from ..run_files import Overrides, TrainRun
@@ -46,7 +46,7 @@ def vouch(run: Path) -> None:
     for path in run.glob("checkpoints/step-*"):
         manifest = json.loads((path / "manifest.json").read_text())
         manifest["files"] = {name: digest(path / name) for name in manifest["files"]}
-        (path / "manifest.json").write_text(json.dumps(sealed(manifest)))
+        (path / "manifest.json").write_text(json.dumps(seal(manifest)))
 
 
 def test_resuming_and_forking_unpickle_only_files_listed_in_a_manifest(
