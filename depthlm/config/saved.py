@@ -25,8 +25,7 @@ from typing import Any
 
 import yaml
 from hydra.utils import get_class
-from omegaconf import OmegaConf
-from omegaconf._utils import get_yaml_loader
+from omegaconf._utils import get_omega_conf_dumper, get_yaml_loader
 
 from depthlm.config.keys import flatten, keys, on_resume, validate_values
 from depthlm.config.schema import Config, Model
@@ -40,15 +39,20 @@ SIGNED = "# signed: "
 RUN = "run"
 
 
-# OmegaConf's, which alone leaves interpolations as text, with the parser in C if there is one
+# OmegaConf's, which keep interpolations and text such as 1e-3 as text, with the parser and the emitter in C if there are
 LOADER: Any = get_yaml_loader()
-if YAML_LOADER is not yaml.SafeLoader:
+DUMPER: Any = get_omega_conf_dumper()
+HAS_LIBYAML = YAML_LOADER is not yaml.SafeLoader
+if HAS_LIBYAML:
     LOADER = type("Loader", (YAML_LOADER, LOADER), {})
+    represent_text, DUMPER = DUMPER.str_representer, type("Dumper", (yaml.CSafeDumper,), {})
+    DUMPER.add_representer(str, represent_text)
 
 
 def config_text(config: Config) -> str:
     """Return a configuration as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+    # PyYAML writes line breaks of Unicode, such as U+0085, as they are, and reads a space
+    return yaml.dump(dataclasses.asdict(config), Dumper=DUMPER, allow_unicode=HAS_LIBYAML, sort_keys=False)
 
 
 def signed_config_text(config: Config) -> str:
@@ -109,10 +113,6 @@ def as_text(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-# values of runs of earlier versions, and what they are called now
-EARLIER = {("model.connection.key_norm", True): "weighted", ("model.connection.key_norm", False): "none"}
-
-
 def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:
     """Return the keys that differ and may affect the result, each with a description of both values.
 
@@ -124,15 +124,10 @@ def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:
         if on_resume(name) == "free":
             continue
         if prefix == "code." and not (key in saved and key in now):
-            # another class is a difference by its name, and earlier versions recorded no digests
-            continue
-        if name == "data.held_out_by" and key not in saved:
-            # the token files of an earlier version are either, and their digest is compared
+            # another class is a difference by its name
             continue
         new = now.get(key)
         old = saved[key] if key in saved else _default(name, now)
-        if isinstance(old, bool) and isinstance(new, str):
-            old = EARLIER.get((name, old), old)
         if isinstance(old, dict) and isinstance(new, dict):
             differences |= compare(old, new, f"{name}.")
         elif old != new:

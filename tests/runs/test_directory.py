@@ -43,11 +43,11 @@ def test_a_run_whose_directory_goes_away_ends_and_writes_nothing_there(
 ) -> None:
     run, function, calls = tmp_path / "run", getattr(trainer, when), []
 
-    def disturbed(*arguments: object) -> object:
+    def disturbed(*arguments: object, **settings: object) -> object:
         calls.append(0)
         if len(calls) == 2:
             disturb(run)
-        return function(*arguments)
+        return function(*arguments, **settings)
 
     monkeypatch.setattr(trainer, when, disturbed)
     overrides = small_run("training.max_steps=9", "training.validate_every=2", "training.checkpoint_every=1")
@@ -90,7 +90,7 @@ def test_a_refused_command_changes_nothing_in_the_run_and_a_failed_attempt_is_re
     assert contents(run) == before
     assert read_run(run).state == STOPPED
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ValueError("out of luck")
 
     monkeypatch.setattr(trainer, "train_step", fail)

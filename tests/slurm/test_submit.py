@@ -162,8 +162,8 @@ def test_a_run_that_a_command_has_begun_is_resumed_by_its_job_and_the_other_way_
     overrides = small_run("training.max_steps=6")
     job = tmp_path / "0.yaml"
     job.write_text(job_config_text(Point([*overrides, "training.stop_after=4"])))
-    for given in ([*overrides, "training.stop_after=2"], [f"config={job}"]):
-        assert train(compose(given)) == 0
+    for chosen in ([*overrides, "training.stop_after=2"], [f"config={job}"]):
+        assert train(compose(chosen)) == 0
         assert read_run(tmp_path / "run").state == STOPPED
     assert train(compose(overrides)) == 0
     assert [row["step"] for row in read_run(tmp_path / "run").rows] == [*range(1, 7)]
