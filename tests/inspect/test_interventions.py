@@ -1,7 +1,5 @@
 """Interventions: a loss without an edge equals, in float64, that of the slow decoder of the formulas without it."""
 
-import importlib
-import pkgutil
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,26 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import depthlm.mechanisms
 from depthlm.inspect.ablation import WITH_EDGES
 from depthlm.inspect.interventions import Batch, Edge, Intervention, losses, prefixes, record
 from depthlm.model import Backbone, Connection, Decoder, Size, initialize
-from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.edges import Kept, Reader
 
 from ..model.literal import attentions, connections
+from ..model.literal.classes import CLASSES, mechanisms
 from ..model.literal.decoder import literal_logits
 
-
-def mechanisms() -> Iterator[type]:
-    for module in pkgutil.iter_modules(depthlm.mechanisms.__path__, "depthlm.mechanisms."):
-        for member in vars(importlib.import_module(module.name)).values():
-            is_own = isinstance(member, type) and member.__module__ == module.name
-            if is_own and issubclass(member, Connection | SelfAttention):
-                yield member
-
-
-CLASSES = {"self_attention": SelfAttention} | {kind.__module__.rpartition(".")[2]: kind for kind in mechanisms()}
 TOKENS = torch.randint(17, (2, 5), generator=torch.Generator().manual_seed(0))
 BATCH = TOKENS[:, :-1], TOKENS[:, 1:]
 Parameters = dict[str, Tensor]

@@ -5,70 +5,13 @@ from functools import partial
 import pytest
 import torch
 
-from depthlm.mechanisms.attention_residuals import AttentionResiduals
-from depthlm.mechanisms.attention_residuals_recency import AttentionResidualsRecency
-from depthlm.mechanisms.dca import DeepCrossAttention
-from depthlm.mechanisms.ddl import DDL
-from depthlm.mechanisms.deepnorm import DeepNorm
-from depthlm.mechanisms.denseformer import DenseFormer
-from depthlm.mechanisms.depth_attention import DepthAttention
-from depthlm.mechanisms.depth_dense import DepthDense
-from depthlm.mechanisms.depth_qkv import DepthQKV
-from depthlm.mechanisms.embedding_skip import EmbeddingSkip
-from depthlm.mechanisms.gated_residual import GatedResidual
-from depthlm.mechanisms.highway import Highway
-from depthlm.mechanisms.hyper_connections import HyperConnections
-from depthlm.mechanisms.laurel import Laurel
-from depthlm.mechanisms.layer_scale import LayerScale
-from depthlm.mechanisms.mhc import ManifoldHyperConnections
-from depthlm.mechanisms.moda import Moda
-from depthlm.mechanisms.mrla import MRLA
-from depthlm.mechanisms.mudd import Mudd
-from depthlm.mechanisms.qwen4_exp import Qwen4Exp
-from depthlm.mechanisms.residual import Residual
-from depthlm.mechanisms.rezero import ReZero
-from depthlm.mechanisms.shared_kv import SharedKV
-from depthlm.mechanisms.siamese_norm import SiameseNorm
-from depthlm.mechanisms.unet_skip import UnetSkip
-from depthlm.mechanisms.value_residual import ValueResidual
-from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.decoder import Decoder
 from depthlm.model.parameters import initialize
 from depthlm.model.shape import Size
 
+from ..pairs import covering
+from .literal.classes import CLASSES
 from .literal.decoder import literal_logits
-
-CONNECTIONS = {
-    "residual": Residual,
-    "denseformer": DenseFormer,
-    "attention_residuals": AttentionResiduals,
-    "attention_residuals_recency": AttentionResidualsRecency,
-    "dca": DeepCrossAttention,
-    "hyper_connections": HyperConnections,
-    "mhc": ManifoldHyperConnections,
-    "embedding_skip": EmbeddingSkip,
-    "unet_skip": UnetSkip,
-    "layer_scale": LayerScale,
-    "deepnorm": DeepNorm,
-    "siamese_norm": SiameseNorm,
-    "ddl": DDL,
-    "mudd": Mudd,
-    "qwen4_exp": Qwen4Exp,
-    "gated_residual": GatedResidual,
-    "laurel": Laurel,
-    "rezero": ReZero,
-    "highway": Highway,
-    "depth_dense": DepthDense,
-    "depth_qkv": DepthQKV,
-    "mrla": MRLA,
-}
-ATTENTIONS = {
-    "self_attention": SelfAttention,
-    "depth_attention": DepthAttention,
-    "moda": Moda,
-    "value_residual": ValueResidual,
-    "shared_kv": SharedKV,
-}
 
 GRN = {"separate_qkv": False}
 IDENTITY = {"start": "identity"}
@@ -276,25 +219,21 @@ CASES = [
     case(("dca", {}), backbone="both", num_layers=2),
     case(("qwen4_exp", {"rank": 5}), backbone="none", num_layers=2),
 ]
-# on other backbones and heads, and in more loops
+# each two of connection, attention, backbone, heads and loops
+PAIRS = covering(
+    connection=range(len(CONNECTION_OF_EACH)),
+    attention=range(1 + len(ATTENTION_OF_EACH)),
+    # reordered norm, full-width QK-norm, tied head; LayerNorm, sinusoidal positions, biases; biases, no QK-norm
+    backbone=["olmo2", "lm1b", "moda_layers", "delta and latent", "delta and attention"],
+    heads=[(2, 1), (4, 2), (2, 2)],
+    loops=[1, 2],
+)
 FURTHER_CASES = [
-    # reordered norm, full-width QK-norm, tied head
-    *(case(connection, backbone="olmo2", num_layers=3) for connection in CONNECTION_OF_EACH),
-    *(case(attention=attention, backbone="olmo2", num_layers=3) for attention in ATTENTION_OF_EACH),
-    # LayerNorm, sinusoidal positions, biases of MLP and head
-    *(case(connection, backbone="lm1b", num_layers=2) for connection in (PLAIN, ("dca", {}), ("laurel", {}))),
-    *(case(attention=attention, backbone="lm1b", num_layers=2) for attention in ATTENTION_OF_EACH),
-    # biases of the attention, no QK-norm
-    case(backbone="moda_layers", num_layers=2),
-    *(case(attention=attention, backbone="moda_layers", num_layers=2) for attention in ATTENTION_OF_EACH),
-    case(attention=("moda", {"last_layer_kv": True, "attn_kv": True}), backbone="moda_layers", num_layers=2),
-    # loops
     *(
-        case(connection, loops=2, num_layers=2)
-        for connection in CONNECTION_OF_EACH
-        if connection not in CONNECTION_OF_EACH[::3]
+        case(CONNECTION_OF_EACH[c], [SELF, *ATTENTION_OF_EACH][a], backbone, loops, 4 // loops, heads)
+        for c, a, backbone, heads, loops in (row.values() for row in PAIRS)
     ),
-    *(case(attention=attention, loops=3, num_layers=2) for attention in ATTENTION_OF_EACH[2:]),
+    case(attention=("moda", {"last_layer_kv": True, "attn_kv": True}), backbone="moda_layers", num_layers=2),
     case(("denseformer", {"period": 2}), loops=2, num_layers=3),
     case(("attention_residuals", {}), loops=3, num_layers=2),
     case(("attention_residuals_recency", {}), loops=3, num_layers=2),
@@ -302,26 +241,11 @@ FURTHER_CASES = [
     case(attention=("depth_attention", {"stride": 2, "mixes": "key_value"}), loops=2, num_layers=3),
     case(attention=("depth_attention", {"mixing": "uniform"}), loops=2, num_layers=1),
     case(attention=("moda", {"slots": 4, "last_layer_kv": True}), loops=2, num_layers=2),
-    # grouped queries with more than one key/value head, and no groups
-    *(case(attention=attention, num_layers=2, heads=(4, 2)) for attention in (SELF, *ATTENTION_OF_EACH)),
-    *(case(attention=attention, num_layers=2, heads=(2, 2)) for attention in ATTENTION_OF_EACH),
-    case(("depth_qkv", {}), num_layers=2, heads=(4, 2)),
-    # other mixers
-    *(case(connection, backbone="delta and latent", num_layers=3) for connection in CONNECTION_OF_EACH),
+    case(("depth_qkv", {}), ("depth_attention", {"stride": 1}), backbone="olmo2", num_layers=2, heads=(4, 2)),
     *(
         case(attention=(name, settings), backbone="delta and latent", num_layers=4, heads=(2, 2))
         for name, settings in ATTENTION_SETTINGS
     ),
-    *(
-        case(("dca", {}), attention, backbone=backbone, loops=2, num_layers=3)
-        for attention in ATTENTION_OF_EACH
-        for backbone in ("delta and latent", "delta and attention")
-    ),
-    # pairs
-    case(("depth_qkv", {}), ("depth_attention", {"stride": 1}), backbone="olmo2", num_layers=2),
-    case(("dca", {}), ("moda", {"attn_kv": True}), backbone="olmo2", num_layers=2, heads=(4, 2)),
-    case(("mhc", TWO_STREAMS), ("moda", {}), loops=2, num_layers=2),
-    case(("hyper_connections", TWO_STREAMS), ("depth_attention", {}), loops=2, num_layers=2),
 ]
 
 
@@ -345,8 +269,8 @@ def test_logits_and_every_gradient_equal_the_formulas(
     model = Decoder(
         size,
         shape,
-        partial(CONNECTIONS[connection[0]], **connection[1]),
-        partial(ATTENTIONS[attention[0]], **attention[1]),
+        partial(CLASSES[connection[0]], **connection[1]),
+        partial(CLASSES[attention[0]], **attention[1]),
         loops,
     )
     generator = torch.Generator().manual_seed(0)
