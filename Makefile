@@ -4,13 +4,17 @@ PYTHON ?= python3
 CONSTRAINTS ?= -c constraints.txt
 BIN := .venv/bin
 
-.PHONY: train test test-slow release coverage gpu docs lint format install pins resolve clean
+.PHONY: train test test-quick test-slow release coverage gpu docs lint format install pins resolve clean
 
 train: .venv/.installed
 	$(BIN)/python train.py $(ARGS)
 
+# side by side, since mypy alone would leave a core idle
+test: .venv/.installed-dev
+	+@$(MAKE) --no-print-directory -j 2 lint test-quick
+
 # three processes keep two cores busy: many tests wait for other processes
-test: .venv/.installed-dev lint
+test-quick: .venv/.installed-dev
 	$(BIN)/python -m pytest -m "not slow and not release" -n 3 --dist loadfile
 
 # two processes, since many of these tests start two ranks

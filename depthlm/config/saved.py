@@ -39,7 +39,7 @@ SIGNED = "# signed: "
 RUN = "run"
 
 
-# OmegaConf's, which keep interpolations and text such as 1e-3 as text, with the parser and the emitter in C if there are
+# OmegaConf's, which keep interpolations and text such as 1e-3 as text, with the parser and the emitter of libyaml
 LOADER: Any = get_yaml_loader()
 DUMPER: Any = get_omega_conf_dumper()
 HAS_LIBYAML = YAML_LOADER is not yaml.SafeLoader

@@ -30,7 +30,7 @@ COLLAPSES = ("mean", "sum", "learned")
 class State(NamedTuple):
     """streams: X_btnd before the pending write. A write is deferred: one operator performs it and the next read.
 
-    next_pre: the weights with which the next sublayer reads, where those of its own streams are for the one after it.
+    next_pre: the H_pre with which the next sublayer reads, if it is not its own.
     """
 
     streams: Tensor
@@ -198,7 +198,7 @@ def rebuilds(connection: Connection, streams_btnd: Tensor) -> bool:
 
 def collapse_cost(n: int, d: int, kind: str) -> Cost:
     """Return the cost of a `Collapse`: of a weighted sum, which reads and writes as many values as a mean."""
-    return Cost(2.0 * n * d) if kind == "learned" else Cost()
+    return Cost(2.0 * n * d) if kind in ("learned", "last") else Cost()
 
 
 def stream_cost(n: int, d: int, maps_flops: float, mixes: bool = True) -> Cost:

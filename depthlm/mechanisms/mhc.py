@@ -46,6 +46,7 @@ from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.mhc.cpu import Form, Maps, Parameters, Pending, mhc_maps, normed_projection, read_streams
 from depthlm.ops.mhc.naive import mhc_post_pre
 
+Weights = Maps | tuple[Maps, Tensor] | Tensor | None
 START_OF_ALPHA = {"vanilla": 0.01, "zero": 1.0, "identity": 0.0}
 
 
@@ -127,10 +128,13 @@ class ManifoldHyperConnections(Connection):
         self.reads_previous = read == "previous"
         n, d = num_streams, size.hidden_size
         if spec.kind == "final":
-            gated = collapse == "gated"
-            self.collapse = GatedCollapse(n, d, start, self.eps, pre_eps) if gated else Collapse(n, collapse)
-            # the scores read X, and the sum reads it and writes the input, where a mean reads X once
-            self.cost = Cost(2.0 * n * d + 2.0 * n * n * d, float(n * d)) if gated else collapse_cost(n, d, collapse)
+            self.cost = collapse_cost(n, d, collapse)
+            if collapse == "gated":
+                self.collapse: Collapse | GatedCollapse = GatedCollapse(n, d, start, self.eps, pre_eps)
+                # the scores read X, and the sum reads it and writes the input, where a mean reads X once
+                self.cost = Cost(2.0 * n * d + 2.0 * n * n * d, float(n * d))
+            elif collapse != "last":
+                self.collapse = Collapse(n, collapse)
             self.reads_previous = collapse == "last"
             return
         self.start = start
@@ -168,16 +172,17 @@ class ManifoldHyperConnections(Connection):
         first_n = torch.eye(self.num_streams, dtype=embedding_btd.dtype, device=embedding_btd.device)[0]
         return State(streams, next_pre=first_n.expand(streams.shape[:3]))
 
-    def read(self, state: State, weights: Maps | Tensor | None = None) -> tuple[Inputs, Carry | None]:
+    def read(self, state: State, weights: Weights = None) -> tuple[Inputs, Carry | None]:
         if self.spec.kind == "final":
             if self.reads_previous:
                 weights = state.next_pre if weights is None else weights
                 return (read_streams(cast(Tensor, weights), state.written()),), None
-            return (self.collapse(state.written(), weights),), None
-        if state.next_pre is not None and weights is None:
-            maps = self.own_maps(state)
-            inputs, carry = read_with(maps._replace(pre_btn=state.next_pre), state)
-            return inputs, carry._replace(next_pre=maps.pre_btn)
+            return (self.collapse(state.written(), cast(Tensor | None, weights)),), None
+        if self.reads_previous:
+            given = self.weights(state) if weights is None else weights
+            maps, next_pre = cast(tuple[Maps, Tensor], given)
+            inputs, carry = read_with(maps, state)
+            return inputs, carry._replace(next_pre=next_pre)
         if self.edit is not None and weights is None:
             weights = self.maps(state)
         if isinstance(weights, Maps):
@@ -193,12 +198,16 @@ class ManifoldHyperConnections(Connection):
         )
         return (input_btd,), Carry(streams_btnd, post_btn, res_btij)
 
-    def weights(self, state: State) -> Maps | Tensor | None:
+    def weights(self, state: State) -> Weights:
+        """Return the maps, with read=previous also the H_pre of the next sublayer; of the final read w_btn, or None."""
         if self.spec.kind == "final":
             # the weights of the others are constants
             is_constant = not self.reads_previous and isinstance(self.collapse, Collapse)
             return None if is_constant else self.final_weights(state)
-        return self.maps(state)
+        if self.reads_previous:
+            own = self.own_maps(state)
+            return own._replace(pre_btn=cast(Tensor, state.next_pre)), own.pre_btn
+        return self.own_maps(state)
 
     def final_weights(self, state: State) -> Tensor:
         """Return the weight of each stream in the final read, w_btn."""
@@ -209,7 +218,7 @@ class ManifoldHyperConnections(Connection):
     def maps(self, state: State) -> Maps:
         """Return the maps with which a sublayer reads and writes."""
         maps = self.own_maps(state)
-        return maps if state.next_pre is None else maps._replace(pre_btn=state.next_pre)
+        return maps._replace(pre_btn=cast(Tensor, state.next_pre)) if self.reads_previous else maps
 
     def own_maps(self, state: State) -> Maps:
         """Return the maps that follow from the streams which a sublayer reads."""

@@ -186,22 +186,33 @@ def test_grn_has_the_mean_of_its_gates_over_inputs_tokens_and_channels(record: A
     ("preset", "settings"),
     [
         ("mhc", ["model.connection.num_streams=2", "model.connection.collapse=learned"]),
+        ("mhc", ["model.connection.read=previous", "model.connection.collapse=last"]),
+        ("mhc", ["model.connection.read=previous"]),
         ("hyper_connections", []),
         ("hyper_connections", ["model.connection.dynamic=false", "model.connection.collapse=sum"]),
     ],
 )
 def test_hyper_connections_have_products_of_their_maps(record: Any, preset: str, settings: list[str]) -> None:
     model, recorder = record(f"model={preset}", *settings)
-    *sublayers, (last, _) = recorder.reads
-    maps = [[np.asarray(value) for value in connection.weights(state)] for connection, state in sublayers]
-    n, kind = last.num_streams, last.collapse.kind
+    *sublayers, (last, last_state) = recorder.reads
+    reads_previous = "model.connection.read=previous" in settings
+    weights = [connection.weights(state) for connection, state in sublayers]
+    maps = [[np.asarray(value) for value in (own[0] if reads_previous else own)] for own in weights]
+    n, kind = last.num_streams, getattr(last, "collapse", None) and last.collapse.kind
     collapse = {"mean": np.full(n, 1 / n), "sum": np.ones(n)}
     if kind == "learned":
         collapse["learned"] = softmax(last.collapse.weights.numpy())
+    if reads_previous:
+        # each reads with what the maps of the streams before give
+        first, *later = [own_maps[0] for own_maps in maps]
+        np.testing.assert_array_equal(first, np.broadcast_to(np.eye(n)[0], first.shape))
+        for own, read in zip(weights, [*later, np.asarray(last_state.next_pre)], strict=True):
+            np.testing.assert_array_equal(np.asarray(own[1]), read)
     rows = np.zeros((OUTPUTS, OUTPUTS))
     for b, t in np.ndindex(*TOKENS.shape):
         for row in range(OUTPUTS):
-            read_n = collapse[kind] if row == OUTPUTS - 1 else maps[row][0][b, t]
+            final = collapse[kind] if kind in collapse else last_state.next_pre[b, t].numpy()
+            read_n = final if row == OUTPUTS - 1 else maps[row][0][b, t]
             for j in range(row + 1):
                 # where output j is written, and then mixed by the maps of all sublayers up to the row
                 x_n = np.ones(n) if j == 0 else maps[j - 1][1][b, t]
