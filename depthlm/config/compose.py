@@ -21,6 +21,7 @@ from depthlm.config.from_run import (
     directory_of,
     keeps_mechanism,
     own_overrides,
+    raw_from_file,
     raw_from_run,
     replace_settings,
     run_of,
@@ -29,7 +30,7 @@ from depthlm.config.hydra_context import Files, compose_raw, hydra_at_conf, igno
 from depthlm.config.keys import check_fields, replace_values
 from depthlm.config.names import by_name, named_settings
 from depthlm.config.resolve import COMPOSING, resolve, resolve_saved
-from depthlm.config.saved import code_digests, compare, load_config, read_config
+from depthlm.config.saved import code_digests, compare, load_config
 from depthlm.config.schema import Config
 from depthlm.config.validate.checks import check_machine, check_starts, check_together
 from depthlm.config.validate.explain import explain_overrides, is_odd
@@ -53,7 +54,7 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None)
     run = run_of(overrides)
     if run is not None and saved is not None:
         check_origin(run, saved, overrides)
-    return _resolve_here(config, overrides, saved, config_dir)
+    return _resolve_and_check(config, overrides, saved, config_dir)
 
 
 def compose_anywhere(
@@ -65,7 +66,7 @@ def compose_anywhere(
     """
     config, saved = _compose_fields(overrides, config_dir)
     resolved = _resolve(config, overrides, saved, lambda config: auto_precision, config_dir)
-    return _raise_errors(resolved.config, check_together(resolved.config, resolved.given))
+    return _refuse_mistakes(resolved.config, check_together(resolved.config, resolved.given))
 
 
 def compose_unchecked(overrides: Sequence[str], config_dir: str | Path | None = None) -> Config:
@@ -88,7 +89,7 @@ def _compose_unchecked(overrides: tuple[str, ...], config_dir: Path | None, file
 
 def resolve_and_check(raw: DictConfig, overrides: Sequence[str], config_dir: str | Path | None = None) -> Config:
     """Return a configuration that Hydra composed, resolved and checked for this machine. Raises ConfigError."""
-    return _resolve_here(_check_raw(raw, overrides), overrides, None, config_dir)
+    return _resolve_and_check(_check_raw(raw, overrides), overrides, None, config_dir)
 
 
 def mechanisms(config_dir: str | Path | None = None) -> list[str]:
@@ -117,7 +118,7 @@ def _compose_fields(overrides: Sequence[str], config_dir: str | Path | None) -> 
         )
     file, run = config_file_of(overrides), run_of(overrides)
     if file is not None:
-        return read_config(file, str(file)), None
+        return _check_raw(raw_from_file(file, overrides), overrides), None
     if run is not None:
         saved = load_config(run)
         return _check_raw(raw_from_run(run, saved, overrides, config_dir), overrides), saved
@@ -179,7 +180,7 @@ def _direct_differences(
     """Return the differences of the command without `run=` that composes a derived configuration; None without one."""
     if not compare(asdict(saved), asdict(config)):
         return saved.differences
-    texts = replace_settings(direct_overrides(saved), overrides)
+    texts = replace_settings(direct_overrides(saved, config_dir), overrides)
     with suppress(UserError, *COMPOSING):
         composed, _ = _compose_fields(texts, config_dir)
         direct = _resolve(composed, texts, None, lambda _: config.precision.name, config_dir).config
@@ -192,16 +193,16 @@ def _fast_precision(config: Config) -> str:
     return environment.fast_precision(environment.device_type(config.device), config.size.hidden_size)
 
 
-def _resolve_here(
+def _resolve_and_check(
     config: Config, overrides: Sequence[str], saved: Config | None, config_dir: str | Path | None
 ) -> Config:
     config, given, starts = _resolve(config, overrides, saved, _fast_precision, config_dir)
-    return _raise_errors(
+    return _refuse_mistakes(
         config, [*check_together(config, given), *check_machine(config), *check_starts(config, starts)]
     )
 
 
-def _raise_errors(config: Config, errors: list[str]) -> Config:
+def _refuse_mistakes(config: Config, errors: list[str]) -> Config:
     if errors:
         raise ConfigError(errors)
     return config

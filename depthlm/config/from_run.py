@@ -17,7 +17,7 @@ from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at
 from depthlm.config.keys import keys, on_resume, value_at
 from depthlm.config.names import by_name, derived_name, is_key, run_name
 from depthlm.config.resolve import ALTERNATIVES, LENGTHS
-from depthlm.config.saved import as_text, check_reach, check_trusted, compare, load_config, targets
+from depthlm.config.saved import as_text, check_reach, check_trusted, compare, load_config, read_config, targets
 from depthlm.config.schema import Config
 from depthlm.config.validate.explain import OPEN, explain_overrides, not_an_override, one_line
 from depthlm.errors import UserError
@@ -27,8 +27,8 @@ RUN, FILE, TRUST = "run=", "config=", "trust="
 CONFIG = RunDirectory(Path()).config.name
 # groups that determine the whole configuration, so they cannot be changed in a complete one
 PROTOCOL = ("experiment", "budget")
-# keys of a single invocation of the command, reset to these defaults
 BATCH = ("training.batch_size", "training.batch_tokens")
+# keys of a single invocation of the command, reset to these defaults
 MOMENTARY = {"resume": "auto", "dry_run": False, "training.stop_after": None, "training.profile": False}
 
 
@@ -43,12 +43,15 @@ def run_of(overrides: Sequence[str]) -> Path | None:
 def config_file_of(overrides: Sequence[str]) -> Path | None:
     """Return the file of a resolved configuration given by `config=`, or None.
 
-    Raises ConfigError if it is not given alone; UserError if there is no such file, or if it is that of a run.
+    Raises ConfigError for other overrides than keys of a single invocation, such as dry_run; UserError if there is no
+    such file, or if it is that of a run.
     """
     files = [text.partition("=")[2] for text in overrides if text.startswith(FILE)]
-    if files and len(overrides) > 1:
-        others = [text for text in overrides if text != f"{FILE}{files[0]}"] or overrides[1:]
+    others = [text for text in overrides if text.partition("=")[0] not in (*MOMENTARY, "config")]
+    if files and others:
         raise ConfigError([f"{text}: not with config=, which gives the whole configuration" for text in others])
+    if len(files) > 1:
+        raise ConfigError(["config=: give one file"])
     if files and not Path(files[0]).is_file():
         raise UserError(f"{FILE}{files[0]}: no such file")
     if files and Path(files[0]).name == CONFIG:
@@ -56,9 +59,23 @@ def config_file_of(overrides: Sequence[str]) -> Path | None:
     return Path(files[0]) if files else None
 
 
+def raw_from_file(file: Path, overrides: Sequence[str]) -> DictConfig:
+    """Return the resolved configuration in a file, with keys of a single invocation on top, unchecked.
+
+    Raises UserError if the file cannot be read; ConfigError for invalid overrides.
+    """
+    raw = OmegaConf.create(as_text(asdict(read_config(file, str(file)))))
+    _, values, errors = _parse([text for text in overrides if not text.startswith(FILE)], None)
+    for text, override in values:
+        errors += _set(raw, text, override)
+    if errors:
+        raise ConfigError(errors)
+    return raw
+
+
 def own_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides without `run=` and `trust=`, which are not keys of the configuration."""
-    return [text for text in overrides if not text.startswith((RUN, TRUST))]
+    """Return the overrides without `run=`, `config=` and `trust=`, which are not keys of the configuration."""
+    return [text for text in overrides if not text.startswith((RUN, FILE, TRUST))]
 
 
 def raw_from_run(run: Path, saved: Config, overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
@@ -122,17 +139,17 @@ def keeps_mechanism(saved: Config, config: Config) -> bool:
 
 def changes(run: Path, config: Config) -> dict[str, str]:
     """Return the settings that make this a different run from the one it derives from, each with both values."""
-    return _changes(load_config(run), config)
+    return fixed_changes(load_config(run), config)
 
 
-def direct_overrides(config: Config) -> dict[str, Any]:
+def direct_overrides(config: Config, config_dir: str | Path | None = None) -> dict[str, Any]:
     """Return the keys and groups, with their values, by which a direct command may compose a resolved configuration.
 
     They choose mechanism, size and seed, and make the differences of which the run's name is made.
     """
     values, model = asdict(config), config.model
     chosen: dict[str, Any] = {"experiment": config.experiment.name} if config.experiment.name else {}
-    if model.name in available_groups(None)["model"]:
+    if model.name in available_groups(config_dir)["model"]:
         chosen["model"] = model.name
     else:
         for part in ("connection", "attention"):
@@ -166,7 +183,7 @@ def directory_of(run: Path, saved: Config, config: Config, overrides: Sequence[s
     """
     if by_name(overrides).get("output_dir", "null") != "null":
         return str(config.output_dir)
-    if not _changes(saved, config):
+    if not fixed_changes(saved, config):
         return str(run)
     # "." and ".." have a name only after they are resolved
     origin = run if run.name.strip(".") else run.resolve()
@@ -177,7 +194,8 @@ def directory_of(run: Path, saved: Config, config: Config, overrides: Sequence[s
     return str(origin.parent / name)
 
 
-def _changes(saved: Config, config: Config) -> dict[str, str]:
+def fixed_changes(saved: Config, config: Config) -> dict[str, str]:
+    """Return the settings that make this another run than a saved one, each with both values."""
     extending = {*LENGTHS} if config.resume == "extend" else set()
     differences = compare(asdict(saved), asdict(config))
     return {name: text for name, text in differences.items() if on_resume(name) == "fixed" and name not in extending}

@@ -51,7 +51,7 @@ def run_name(config: Config) -> str:
     A hash ends it where the differences are too long, or where others would give the same text.
     """
     return _join_name(
-        _begin_name(config), {name: config.differences[name] for name in by_importance(config.differences)}
+        _head_of_name(config), {name: config.differences[name] for name in by_importance(config.differences)}
     )
 
 
@@ -67,7 +67,7 @@ def derived_name(origin: str, saved: Config, config: Config, overrides: Sequence
     return _join_name(origin, {name: changed[name] for name in by_importance(changed)})
 
 
-def _begin_name(config: Config) -> str:
+def _head_of_name(config: Config) -> str:
     return f"{_plain(config.model.name)}-{_plain(config.size.name)}-seed{config.seed}"
 
 

@@ -83,14 +83,19 @@ def find_differences(config: Config, overrides: Sequence[str], config_dir: str |
     # an alternative that is given replaces it
     given = {name: text for name, text in given.items() if text != "null" or not _alternatives(name) & given.keys()}
     folder = None if config_dir is None else Path(config_dir)
-    # composing options takes long: those of the overrides are composed already, and those of the experiment for others
+    # composing an option takes long, so these are compared with those of the experiment alone, which all points share
     own = tuple(text for text in overrides if "experiment" in _names_of(text))
     plain = _compose_from(own, folder, state_of_files(folder))
     options = {name for name in given if not is_key(name)} - (SET_BY_BUDGET if "budget" in given else set())
     needed = {name for name in options if plain is None or not _is_same(name, plain, values)}
+    guessed: set[str] = set()
+
+    def compose_with(names: Set[str]) -> dict[str, Any] | None:
+        rest = [text for text in overrides if all(n in names or n not in given for n in _names_of(text))]
+        return _compose_from(tuple(rest), folder, state_of_files(folder))
+
     while needed != given.keys():
-        rest = [text for text in overrides if all(n in needed or n not in given for n in _names_of(text))]
-        composed = _compose_from(tuple(rest), folder, state_of_files(folder))
+        composed = compose_with(needed)
         if composed is not None and not compare(composed, values):
             break
         unlike = {name for name in given.keys() - needed if composed is None or not _is_same(name, composed, values)}
@@ -98,7 +103,13 @@ def find_differences(config: Config, overrides: Sequence[str], config_dir: str |
         wanted = unlike or given.keys() & {*LENGTHS} - needed or given.keys() - needed
         # what others follow from comes first
         first = min(map(_rank, wanted))
-        needed |= {name for name in wanted if _rank(name) == first}
+        chosen = {name for name in wanted if _rank(name) == first}
+        needed |= chosen
+        guessed |= chosen - unlike
+    for name in sorted(guessed):
+        composed = compose_with(needed - {name})
+        if composed is not None and not compare(composed, values):
+            needed.discard(name)
     return {name: named_value(values, name, given[name]) for name in by_importance(needed)}
 
 
@@ -131,7 +142,9 @@ def _is_same(name: str, values: dict[str, Any], others: dict[str, Any]) -> bool:
 
 def _rank(name: str) -> int:
     """Return the place of a setting among those that others may follow from: a budget, other options, the size."""
-    return 0 if name == "budget" else 1 if not is_key(name) else 2 if name.startswith("size.") else 3
+    return (
+        0 if name == "budget" else 1 if not is_key(name) else 2 if name.startswith(("size.", "parametrization.")) else 3
+    )
 
 
 def resolve_saved(config: Config, given: Set[str], overrides: Sequence[str], config_dir: str | Path | None) -> Config:

@@ -104,10 +104,10 @@ def inspect_run(arguments: Inspect) -> Path:
     first = batches[0][0, :TOKENS].tolist()
     names = token_names(Tokenizer.load(directory), first) if arguments.text is not None else []
     pictures, messages = collect(model, batches, names)
-    matrices = [title_matrix(model, config, batches, messages)]
+    matrices = [measure_matrix(model, config, batches, messages)]
     for other in arguments.compare or ():
         compared = read_run(Path(other), arguments)
-        matrices.append(title_matrix(compared.model, compared.config, compared.windows(), messages))
+        matrices.append(measure_matrix(compared.model, compared.config, compared.windows(), messages))
     pictures.append(mixing_picture(matrices))
     pictures += filter(None, (expert_picture(directory), sublayer_norm_picture(directory)))
     if pictures[-1].name != "blocks":
@@ -205,7 +205,7 @@ def read_run(directory: Path, arguments: Inspect) -> Run:
     return Run(model, config, manifest, tokens, source)
 
 
-def title_matrix(model: Decoder, config: Config, batches: Sequence[Tensor], messages: list[str]) -> tuple[str, Array]:
+def measure_matrix(model: Decoder, config: Config, batches: Sequence[Tensor], messages: list[str]) -> tuple[str, Array]:
     """Return the title and the depth mixing matrix of a run. A warning about the matrix is appended to the messages."""
     matrix, warnings = depth_mixing(model, batches)
     messages += warnings

@@ -61,16 +61,16 @@ class DeepNorm(Connection):
 
 def norm_weights(norm: Norm, x_btd: Tensor) -> Tensor:
     """Return what a norm multiplies x by, after it has subtracted the mean if it is a LayerNorm: w_btd."""
-    squares_bt1 = upcast(center(norm, x_btd)).square().mean(-1, keepdim=True)
+    squares_bt1 = upcast(subtract_mean(norm, x_btd)).square().mean(-1, keepdim=True)
     return (squares_bt1 + norm.eps).rsqrt() * norm.weight
 
 
 def apply_norm(norm: Norm, x_btd: Tensor, weights_btd: Tensor) -> Tensor:
     """Return the result of a norm with given `norm_weights`."""
-    y_btd = (weights_btd * center(norm, x_btd)).to(x_btd.dtype)
+    y_btd = (weights_btd * subtract_mean(norm, x_btd)).to(x_btd.dtype)
     return y_btd if norm.bias is None else y_btd + norm.bias
 
 
-def center(norm: Norm, x_btd: Tensor) -> Tensor:
+def subtract_mean(norm: Norm, x_btd: Tensor) -> Tensor:
     """Return x, less its mean if the norm is a LayerNorm."""
     return x_btd if norm.bias is None else x_btd - x_btd.mean(-1, keepdim=True)

@@ -47,9 +47,7 @@ def check_start(points: Iterable[Point], cluster: Cluster) -> None:
                 memory_checked[key] = _memory_error(config, cluster)
             mistakes = [*filter(None, [memory_checked[key]])]
         mistakes += _errors(check_prepared, config.data, partial(prepare_command, config))
-        if not point.follows:
-            # the directory of one that follows another run records where it starts, which is not in this configuration
-            mistakes += _errors(check_run_directory, config)
+        mistakes += _errors(check_run_directory, config)
         for mistake in mistakes:
             reasons.setdefault(mistake, []).append(point.directory)
     if reasons:

@@ -24,6 +24,7 @@ from typing import IO
 
 from depthlm.config.arguments import describe_keys
 from depthlm.config.compose import compose_anywhere
+from depthlm.config.keys import on_resume
 from depthlm.config.saved import compare, config_text, load_config
 from depthlm.errors import UserError
 from depthlm.files import open_appending
@@ -143,10 +144,8 @@ def is_done(point: Point) -> bool:
     The check of its start reports what is damaged.
     """
     with suppress(UserError):
-        saved = load_config(Path(point.directory))
-        return has_result(point, read_run(point.directory)) and not compare(
-            asdict(saved), asdict(point.config_elsewhere())
-        )
+        changed = compare(asdict(load_config(Path(point.directory))), asdict(point.config_elsewhere()))
+        return has_result(point, read_run(point.directory)) and not any(on_resume(key) == "fixed" for key in changed)
     return False
 
 
@@ -265,7 +264,7 @@ def take_snapshot(snapshot: Path, points: Sequence[Point]) -> None:
         (snapshot / "code" / "git.json").write_text(json.dumps(git_state()) + "\n")
         (snapshot / "points").mkdir()
         for number, point in enumerate(points):
-            (snapshot / f"points/{number}.yaml").write_text(job_config_text(point), "utf-8", "surrogateescape")
+            (snapshot / f"points/{number}.yaml").write_text(job_config_text(point), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{snapshot}: the code cannot be copied there ({error})") from None
 
@@ -320,7 +319,7 @@ def _files() -> list[Path]:
             done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
             # git also lists deleted files
             return [Path(name) for name in done.stdout.split("\0") if (REPOSITORY / name).is_file()]
-    folders = [PACKAGE, CONF, REPOSITORY / "hydra_plugins/points_sweeper.py"]
+    folders = [PACKAGE, CONF]
     paths = (path for folder in folders for path in (folder, *folder.rglob("*")))
     files = (path for path in paths if path.is_file() and "__pycache__" not in path.parts)
     return list(dict.fromkeys(path.relative_to(REPOSITORY) for path in files))

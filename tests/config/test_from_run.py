@@ -365,6 +365,7 @@ def test_a_configuration_in_a_file_is_given_alone_and_is_not_that_of_a_run(tmp_p
     file = tmp_path / "point.yaml"
     file.write_text(config_text(config))
     assert compose_anywhere([f"config={file}"]) == config
+    assert compose_anywhere([f"config={file}", "dry_run=true"]) == dataclasses.replace(config, dry_run=True)
     with pytest.raises(ConfigError, match=r"seed=2: not with config=, which gives the whole configuration"):
         compose_anywhere([f"config={file}", "seed=2"])
     with pytest.raises(UserError, match=rf"is the configuration of a run; give run={BASE}"):

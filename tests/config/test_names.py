@@ -57,6 +57,7 @@ def named(*overrides: str) -> str:
         (["size.lr=1e-2", "optimizer.lr=1e-2"], "vanilla-tiny-seed1-size.lr0.01"),
         (["budget=smoke", "precision=fp32", "deepspeed=zero0"], "vanilla-tiny-seed1-smoke"),
         (["precision=auto"], "vanilla-tiny-seed1"),
+        (["budget=smoke", "data=stdlib", "schedule=cosine", "optimizer=adamw"], "vanilla-tiny-seed1-stdlib-smoke"),
         # one length replaces the other
         (["training.max_steps=null", "training.max_tokens=1M"], "vanilla-tiny-seed1-max_tokens1M"),
     ],
@@ -68,10 +69,11 @@ def test_a_name_has_mechanism_size_and_seed_and_then_what_differs(overrides: lis
 
 # settings that interpolations, the budget and alternatives connect, with their defaults and other values
 CHOICES = {
-    "size": ["micro", "tiny"], "optimizer": ["adamw", "muon"], "optimizer.lr": ["3e-3", "0.003", "1e-3"],
+    "size": ["micro", "tiny"], "optimizer": ["adamw", "ademamix"], "optimizer.lr": ["3e-3", "0.003", "1e-3"],
     "size.lr": ["3e-3", "1e-3"], "budget": ["paper", "smoke"], "training.max_steps": ["600", "40"],
     "training.batch_size": ["8", "4"], "size.hidden_size": ["64", "128"], "schedule": ["cosine", "wsd"],
     "schedule.decay_ratio": ["0.2", "0.3"], "seed": ["1", "2"], "precision": ["fp32", "auto"],
+    "data": ["stdlib", "pile"], "parametrization": ["standard", "mup parametrization.base_size=tiny"],
 }  # fmt: skip
 
 
@@ -82,7 +84,9 @@ CHOICES = {
 def test_two_commands_have_one_directory_if_and_only_if_their_runs_are_equal(
     first: dict[str, str], second: dict[str, str]
 ) -> None:
-    one, other = (compose_anywhere([f"{name}={value}" for name, value in x.items()]) for x in (first, second))
+    one, other = (
+        compose_anywhere(" ".join(f"{name}={value}" for name, value in x.items()).split()) for x in (first, second)
+    )
     assert (one.output_dir == other.output_dir) == (not compare(asdict(one), asdict(other)))
 
 

@@ -16,7 +16,7 @@ from .gradients import assert_same, loss_and_gradients
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # one preset of each fused operator
 QUICK = ("attention_residuals_recency", "dca", "denseformer", "depth_attention", "hyper_connections", "mhc", "moda")
-# test_triton_gives_the_gradients has more streams and all iterations
+# test_triton_gives_the_gradients_of_pytorch has more streams and all iterations
 FEWER = {
     "hyper_connections": ["model.connection.num_streams=2"],
     "mhc": ["model.connection.num_streams=2", "model.connection.iterations=3"],

@@ -50,8 +50,10 @@ def test_runs_are_found_while_a_checkpoint_is_renamed(root: Path, monkeypatch: p
     runs = list_runs(root)
     assert len(runs) == 4
     assert not staging.exists()
+    (root / "default/base/checkpoints/step-00000020").rename(root / "default/base/checkpoints/step-00000010")
     staging.mkdir(parents=True)
     assert len(plan_removal(root, runs, only_checkpoints=False)) == 4
+    assert not staging.exists()
 
 
 def test_results_are_kept_where_only_checkpoints_are_removed(root: Path) -> None:

@@ -143,7 +143,7 @@ def test_a_snapshot_copies_the_checkout_and_is_never_shared(tmp_path: Path, monk
 
 
 @settings(max_examples=20)
-@given(st.text(st.characters(exclude_characters="\0"), min_size=1))
+@given(st.text(min_size=1))
 def test_a_job_reads_the_configuration_that_was_submitted_whatever_characters_it_has(
     tmp_path_factory: pytest.TempPathFactory, text: str
 ) -> None:
@@ -152,7 +152,7 @@ def test_a_job_reads_the_configuration_that_was_submitted_whatever_characters_it
     config = replace(point.config, data=replace(point.config.data, source=text))
     # the attribute of a property that is cached
     point.__dict__["config"] = config
-    file.write_text(job_config_text(point), "utf-8", "surrogateescape")
+    file.write_text(job_config_text(point), encoding="utf-8")
     assert compose_anywhere([f"config={file}"], auto_precision="auto") == config
 
 
@@ -265,6 +265,8 @@ def test_a_complete_run_counts_unless_its_settings_or_the_code_of_its_mechanism_
     overrides = small_run("model.connection._target_=own_submitted.Mine", "data=stdlib")
     write_run(tmp_path / "run", config=asdict(compose(overrides)), peak_memory_gib=1.0, unigram_entropy=2.0)
     assert submit("--dry-run", *overrides).startswith("0 points to train (1 more are complete")
+    # what only affects the speed
+    assert submit("--dry-run", *overrides, "kernels=torch", "deepspeed=zero1").startswith("0 points to train")
     with pytest.raises(UserError, match=r"run: .*another configuration:\n.*optimizer.lr: the run has"):
         submit("--dry-run", *overrides, "optimizer.lr=0.5")
     own.write_text(own.read_text() + "\n    scale = 2.0\n")
