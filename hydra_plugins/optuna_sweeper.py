@@ -100,15 +100,26 @@ class OptunaSweeper(Sweeper):
                 state = unmeasured if loss is None else TrialState.COMPLETE
                 study.tell(trial.number, loss, state)
                 failed += state == TrialState.FAIL
+            self._write_best(study)
             if failed > options.max_failure_rate * len(points):
                 sys.exit(f"train.py: {failed} of {len(points)} trials failed, beyond hydra.sweeper.max_failure_rate=")
-        if not study.get_trials(states=[TrialState.COMPLETE]):
+        best = self._write_best(study)
+        if best is None:
             sys.exit("train.py: no trial has a finite loss")
-        best = study.best_trial
-        results = {"name": "optuna", "best_params": best.params, "best_value": best.value}
-        replace_text(self.results, yaml.safe_dump(results, sort_keys=False))
         trials_text, settings = format_count(len(study.trials), "trial"), " ".join(_settings(best.params))
         print(f"{trials_text}; the best loss is {best.value:.4f} with {settings}")
+
+    def _write_best(self, study: Any) -> Any:
+        """Write the best trial of a study to the file of results, and return it; None if no trial has a finite loss."""
+        from optuna.trial import TrialState
+
+        if not study.get_trials(states=[TrialState.COMPLETE]):
+            self.results.unlink(missing_ok=True)
+            return None
+        best = study.best_trial
+        results = {"name": "optuna", "study": study.study_name, "best_params": best.params, "best_value": best.value}
+        replace_text(self.results, yaml.safe_dump(results, sort_keys=False))
+        return best
 
     def _read_axes(self, overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         """Return the overrides that all trials share, and the distribution of each setting that is tuned.
@@ -121,13 +132,18 @@ class OptunaSweeper(Sweeper):
             parsed = self.parser.parse_overrides(list(last.values()))
             axes = {axis.get_key_element(): _distribution(axis) for axis in parsed if axis.is_sweep_override()}
         except (HydraException, ValueError) as error:
-            raise UserError(f"hydra.sweeper.params: {error}") from None
+            raise UserError(f"{' '.join(last.values())}: {error}") from None
         if not axes:
             raise UserError("nothing to tune; add an interval, as in 'optimizer.lr=tag(log,interval(3e-4,3e-2))'")
         fixed = [str(override.input_line) for override in parsed if not override.is_sweep_override()]
         for name, axis in axes.items():
-            for value in axis.choices if hasattr(axis, "choices") else [axis.low, axis.high]:
-                compose_unchecked([*fixed, f"{name}={value}"], self.config_dir)
+            values = list(axis.choices) if hasattr(axis, "choices") else [axis.low, axis.high]
+            configs = [compose_unchecked([*fixed, f"{name}={value}"], self.config_dir) for value in values]
+            if len(values) > 1 and len({config.output_dir for config in configs}) == 1:
+                raise UserError(
+                    f"output_dir={configs[0].output_dir}: all trials would write there; interpolate what is tuned, "
+                    f"as in name='trial-${{{name}}}'"
+                )
         return fixed, axes
 
     def _open_study(self, options: Options, default_name: str) -> Any:

@@ -11,7 +11,8 @@ import shutil
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from depthlm.counts import format_count, gib_text
 from depthlm.errors import UserError
 from depthlm.locations import install_command
 from depthlm.machine.environment import device_name, installed_version, probe
-from depthlm.runs.weights_and_biases import has_key, modes
+from depthlm.runs.weights_and_biases import has_key
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 COLORS = {OK: "green", WARNING: "yellow", PROBLEM: "bold red"}
@@ -81,15 +82,23 @@ def examine(overrides: Sequence[str], config_dir: str | None) -> Iterator[Item]:
         text = f"import torch: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         yield Item("device", text, PROBLEM, "python -c 'import torch' shows where it fails")
         return
-    yield devices()
+    yield attempt("device", devices)
     try:
         config = compose([*overrides, "dry_run=true"], config_dir)
     except UserError as error:
         yield Item("run", str(error), PROBLEM, "python train.py --help lists every key")
         return
-    yield disk(Path(config.output_dir or "outputs"))
-    yield wandb(config)
+    yield attempt("disk", lambda: disk(Path(config.output_dir or "outputs")))
+    yield attempt("W&B", lambda: wandb(config))
     yield run(config)
+
+
+def attempt(name: str, check: Callable[[], Item]) -> Item:
+    """Return the result of a check, or why it failed, such as a GPU that does not answer."""
+    try:
+        return check()
+    except Exception as error:
+        return Item(name, f"the check failed: {type(error).__name__}: {error}", WARNING)
 
 
 def run(config: Config) -> Item:
@@ -193,13 +202,15 @@ def wandb(config: Config) -> Item:
     """Check whether W&B receives metrics during training."""
     if not config.tracker.wandb or os.environ.get("WANDB_MODE") == "disabled":
         return Item("W&B", "not used; metrics.jsonl is always written")
-    if modes(config.tracker) == ["offline"]:
-        why = "as configured" if has_key() else "no key is set; `wandb login` sets one, tracker=none turns W&B off"
+    is_offline = config.tracker.mode == "offline" or os.environ.get("WANDB_MODE") in ("offline", "dryrun")
+    if is_offline or not has_key():
+        why = "as configured" if is_offline else "no key is set; `wandb login` sets one, tracker=none turns W&B off"
         return Item("W&B", f"offline ({why}); `wandb sync` uploads a run")
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").partition("//")[2].partition("/")[0]
-    address, _, port = host.partition(":")
+    url = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    host = url.netloc
     try:
-        socket.create_connection((address, int(port or 443)), timeout=CONNECTION_TIMEOUT).close()
+        address = url.hostname or "", url.port or (80 if url.scheme == "http" else 443)
+        socket.create_connection(address, timeout=CONNECTION_TIMEOUT).close()
     except OSError as error:
         remedy = "a run starts, and switches to offline after up to 60 s; tracker.mode=offline avoids the wait"
         value = f"a key is set, but {host} does not answer within {CONNECTION_TIMEOUT:.0f} s ({error})"

@@ -359,8 +359,8 @@ class Config:
 def run_steps(config: Config, windows: int | None = None) -> int | None:
     """Return the steps of the whole run. `max_tokens` is rounded up to whole steps, `max_epochs` down to whole batches.
 
-    windows: number of sequences in the training tokens; None if unknown, in which case `max_epochs` gives None, as no
-    length does.
+    windows: number of sequences in the training tokens; None if unknown. The result is None then for `max_epochs`, and
+    always without a length.
     """
     training = config.training
     if training.max_steps is not None:

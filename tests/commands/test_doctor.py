@@ -129,7 +129,16 @@ def test_wandb_with_a_key_and_no_network_is_a_warning(monkeypatch: pytest.Monkey
         assert command.wandb(config).value.startswith("online")
     assert command.wandb(config).state == WARNING
     assert command.wandb(compose(["device=cpu", "tracker=none"])).value.startswith("not used")
-    assert command.wandb(compose(["device=cpu", "tracker.mode=offline"])).value.startswith("offline (as configured)")
+    offline = compose(["device=cpu", "tracker.mode=offline"])
+    assert command.wandb(offline).value.startswith("offline (as configured)")
+    monkeypatch.delenv("WANDB_API_KEY")
+    assert command.wandb(offline).value.startswith("offline (as configured)")
+    assert command.wandb(compose(["device=cpu", "tracker.mode=online"])).value.startswith("offline (no key is set")
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://[::1]:a")
+    failed = command.attempt("W&B", lambda: command.wandb(config))
+    assert failed.state == WARNING
+    assert failed.value.startswith("the check failed: ValueError: ")
 
 
 def test_working_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,12 @@ def test_the_same_command_adds_trials_and_keeps_the_best(capsys: pytest.CaptureF
     assert len({*rates}) == 8
     best = min(rates, key=distance)
     results = yaml.safe_load(Path("results.yaml").read_text())
-    assert results == {"name": "optuna", "best_params": {"optimizer.lr": best}, "best_value": distance(best)}
+    assert results == {
+        "name": "optuna",
+        "study": optuna.get_all_study_names(OPTIONS["storage"])[0],
+        "best_params": {"optimizer.lr": best},
+        "best_value": distance(best),
+    }
     assert f"8 trials; the best loss is {distance(best):.4f} with optimizer.lr={best}" in capsys.readouterr().out
 
 
@@ -100,6 +105,7 @@ def test_a_trial_that_was_interrupted_comes_first() -> None:
     killed, again = Launcher(distance, limit=2), Launcher(distance)
     with pytest.raises(KeyboardInterrupt):
         sweep(killed)
+    assert yaml.safe_load(Path("results.yaml").read_text())["best_value"] == min(map(distance, killed.rates[:2]))
     assert states() == ["COMPLETE", "COMPLETE", "RUNNING"]
     assert sweep(again) == 0
     assert again.rates[0] == killed.rates[-1]
@@ -156,6 +162,7 @@ def test_what_is_tuned_is_written_as_in_every_sweep(axis: str, expected: str | N
         (["optimizer.lr=-1,1"], {}, "must be a number, above 0"),
         (["optimizer.lr=interval(2,1)"], {}, "low <= high"),
         (["optimizer.lr=1e-3"], {}, "nothing to tune; add an interval"),
+        (["name=mine"], {}, "output_dir=outputs/default/mine: all trials would write there; interpolate"),
         (["dry_run=true"], {}, "a dry run has no loss to tune by"),
         ([], {"n_trials": 0}, "hydra.sweeper.n_trials=0: must be an integer, at least 1"),
         ([], {"direction": "down"}, "hydra.sweeper.direction=down: must be one of minimize, maximize"),
