@@ -147,7 +147,7 @@ def check_fields(raw: DictConfig) -> tuple[Config | None, list[str]]:
         if isinstance(settings, dict):
             errors += check_target(name, {**settings, **target})
     config, mistakes = validate_values(values)
-    errors += [*mistakes, *_check_sources(values), *_check_text(values)]
+    errors += [*mistakes, *_check_sources(values)]
     return (None if errors else config), errors
 
 
@@ -265,16 +265,6 @@ def _mistake(values: Mapping[str, Any], place: tuple[str, ...]) -> str | None:
     declared = keys()[name]
     shown = declared.format_value(value_at(values, name))
     return f"{name}={shown}: must be {declared.wanted}{nearest(shown, declared.choices)}"
-
-
-def _check_text(values: Mapping[str, Any]) -> list[str]:
-    """Return the mistakes of text that is not UTF-8, such as the path of an old file, which YAML cannot have."""
-    texts = {name: value for name, value in flatten(values).items() if isinstance(value, str)}
-    return [
-        f"{name}={value.encode(errors='backslashreplace').decode()}: must be UTF-8; rename it, or give a link to it"
-        for name, value in texts.items()
-        if any("\ud800" <= character <= "\udfff" for character in value)
-    ]
 
 
 def _check_sources(values: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from depthlm.config import Config
-from depthlm.config.keys import on_resume
+from depthlm.config.keys import flatten, on_resume
 from depthlm.config.resolve import LENGTHS
 from depthlm.config.saved import compare, load_config, signed_config_text
 from depthlm.distributed.launchers import Ranks
@@ -220,8 +220,12 @@ def _mark_in(directory: Path) -> str | None:
 def check_run_directory(config: Config) -> dict[str, Any] | None:
     """Return the summary of the run directory if it contains a complete run of this configuration, otherwise None.
 
-    Raises UserError if this configuration may not resume there.
+    Raises UserError if this configuration may not resume there, or if config.yaml cannot have it.
     """
+    for name, value in flatten(dataclasses.asdict(config)).items():
+        if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+            shown = value.encode(errors="backslashreplace").decode()
+            raise UserError(f"{name}={shown}: must be UTF-8, for config.yaml; rename it, or give a link to it")
     run = RunDirectory.of(config.output_dir)
     directory = run.path
     if special := special_file(run):

@@ -87,6 +87,8 @@ def test_a_refused_command_changes_nothing_in_the_run_and_a_failed_attempt_is_re
         train(depthlm.compose([*overrides, "optimizer.lr=0.5"]))
     with pytest.raises(UserError, match="resume=never"):
         train(depthlm.compose([*overrides, "resume=never"]))
+    with pytest.raises(UserError, match=r"data.revision=caf\\udce9: must be UTF-8, for config.yaml"):
+        train(depthlm.compose([*overrides, "data.revision='caf\udce9'"]))
     assert contents(run) == before
     assert read_run(run).state == STOPPED
 
