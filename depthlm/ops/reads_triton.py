@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
     """What the kernels of a group of reads get of its sources. It must live until the last launch.
 
     sources: aligned; kept here because the table has only their addresses. sizes: n, positions, reads. settings:
-    constants of the kernels. tiles: the grid of a program per tile. kind: of the sources, as in `load_parts`.
+    constants of the kernels. tiles: the grid of a program per tile.
     """
 
     sources: list[Tensor]
@@ -48,7 +48,6 @@ class Inputs(NamedTuple):
     sizes: tuple[int, int, int]
     settings: dict[str, Any]
     tiles: tuple[int, int]
-    kind: int
 
     def launch(self, kernel, grid, warps, tensors, *numbers, **settings) -> None:
         """Launch a kernel with these tensors, the sizes, and then more numbers and settings."""
@@ -63,8 +62,8 @@ def inputs_of(
     xs, d = [aligned(x) for x in sources], sources[0].shape[-1]
     positions = sources[0].numel() // d
     tiles = cdiv(positions, ROWS.value), cdiv(d, WIDTH.value)
-    settings = {"D": d, "NARROW": narrow_dtype(xs)}
-    return Inputs(xs, table_of(xs, grads, added), (len(xs), positions, reads), settings, tiles, kind_of(xs))
+    settings = {"D": d, "NARROW": narrow_dtype(xs), "KIND": kind_of(xs)}
+    return Inputs(xs, table_of(xs, grads, added), (len(xs), positions, reads), settings, tiles)
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -116,7 +115,7 @@ def _pointers(views: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 def kind_of(sources: Sequence[Tensor]) -> int:
-    """Return how the kernels store these tensors as factors of matrix products (`load_parts`)."""
+    """Return how the kernels load these tensors, and store them as factors of matrix products (`load_parts`)."""
     dtypes = {x.dtype for x in sources}
     return (EXACT if dtypes == {torch.float32} else BFLOAT16 if dtypes == {torch.bfloat16} else MIXED).value
 
@@ -154,37 +153,45 @@ def pointers(address, NARROW: tl.constexpr):
 
 
 @triton.jit
-def load_typed(ptrs, wide, at, mask):
-    """Load a tile of a source as fp32, with 0 outside of the mask. wide: whether the source is fp32."""
+def load_typed(ptrs, wide, at, mask, KIND: tl.constexpr):
+    """Load a tile of a source as fp32, with 0 outside of the mask. wide: whether a source of kind MIXED is fp32."""
     narrow_ptr, wide_ptr = ptrs
-    narrow = tl.load(narrow_ptr + at, mask & (wide == 0), other=0.0).to(tl.float32)
-    return narrow + tl.load(wide_ptr + at, mask & (wide != 0), other=0.0)
+    if KIND == BFLOAT16:
+        x = load_fp32(narrow_ptr, at, mask)
+    elif KIND == EXACT:
+        x = load_fp32(wide_ptr, at, mask)
+    else:
+        x = load_fp32(narrow_ptr, at, mask & (wide == 0)) + load_fp32(wide_ptr, at, mask & (wide != 0))
+    return x
 
 
 @triton.jit
-def store_typed(ptrs, wide, added, at, grad, mask, NARROW: tl.constexpr):
+def store_typed(ptrs, wide, added, at, grad, mask, KIND: tl.constexpr):
     """Store a tile of the gradient of a source, or add it to what is stored there."""
     narrow_ptr, wide_ptr = ptrs
-    narrow_mask, wide_mask = mask & (wide == 0), mask & (wide != 0)
-    grad += tl.load(narrow_ptr + at, narrow_mask & (added != 0), other=0.0).to(tl.float32)
-    grad += tl.load(wide_ptr + at, wide_mask & (added != 0), other=0.0)
-    tl.store(narrow_ptr + at, grad.to(NARROW), narrow_mask)
-    tl.store(wide_ptr + at, grad, wide_mask)
+    grad += load_typed(ptrs, wide, at, mask & (added != 0), KIND)
+    if KIND == BFLOAT16:
+        store_as(narrow_ptr, at, grad, mask)
+    elif KIND == EXACT:
+        store_as(wide_ptr, at, grad, mask)
+    else:
+        store_as(narrow_ptr, at, grad, mask & (wide == 0))
+        store_as(wide_ptr, at, grad, mask & (wide != 0))
 
 
 @triton.jit
-def load_source(table_ptr, j, at, mask, NARROW: tl.constexpr):
+def load_source(table_ptr, j, at, mask, NARROW: tl.constexpr, KIND: tl.constexpr):
     """Load a tile of source j of a table."""
     row_ptr = table_ptr + j * 3
-    return load_typed(pointers(tl.load(row_ptr), NARROW), tl.load(row_ptr + 2) & 1, at, mask)
+    return load_typed(pointers(tl.load(row_ptr), NARROW), tl.load(row_ptr + 2) & 1, at, mask, KIND)
 
 
 @triton.jit
-def store_grad(table_ptr, j, at, grad, mask, NARROW: tl.constexpr):
+def store_grad(table_ptr, j, at, grad, mask, NARROW: tl.constexpr, KIND: tl.constexpr):
     """Store a tile of the gradient of source j of a table."""
     row_ptr = table_ptr + j * 3
     flags = tl.load(row_ptr + 2)
-    store_typed(pointers(tl.load(row_ptr + 1), NARROW), flags & 1, flags & 2, at, grad, mask, NARROW)
+    store_typed(pointers(tl.load(row_ptr + 1), NARROW), flags & 1, flags & 2, at, grad, mask, KIND)
 
 
 @triton.jit
@@ -207,7 +214,7 @@ def load_parts(ptrs, flags, at, mask, KIND: tl.constexpr):
         high = tl.load(ptrs[1] + at, mask, other=0.0)
         low = high
     else:
-        high, low = parts_of(load_typed(ptrs, flags & 1, at, mask), MIXED)
+        high, low = parts_of(load_typed(ptrs, flags & 1, at, mask, MIXED), MIXED)
     return high, low
 
 

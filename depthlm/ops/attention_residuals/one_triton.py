@@ -19,6 +19,7 @@ from depthlm.ops.reads_triton import (
     address,
     addresses,
     aligned,
+    kind_of,
     load_typed,
     narrow_dtype,
     pointers,
@@ -35,12 +36,15 @@ VALUES = 16
 
 
 class Settings(NamedTuple):
-    """Constants of the kernels. D: d. PADDED: the next power of two. NARROW: the dtype of 16-bit sources."""
+    """Constants of the kernels. D: d. PADDED: the next power of two. NARROW: the dtype of 16-bit sources. KIND: of the
+    sources (`load_typed`).
+    """
 
     D: tl.constexpr
     PADDED: tl.constexpr
     EPS: tl.constexpr
     NARROW: tl.constexpr
+    KIND: tl.constexpr
 
 
 def allocate(parameters: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
@@ -96,7 +100,7 @@ def _settings(sources: Sequence[Tensor], eps: float | None) -> tuple[Settings, i
     """Return the settings, and the warps of a program."""
     d = sources[0].shape[-1]
     padded = next_power_of_2(d)
-    settings = constants(Settings, d, padded, eps, narrow_dtype(sources))
+    settings = constants(Settings, d, padded, eps, narrow_dtype(sources), kind_of(sources))
     return settings, max(1, min(16, padded // (32 * VALUES)))
 
 
@@ -124,7 +128,7 @@ def attention_residuals_one_forward(x_ptrs, wide, tensor_ptrs, n, positions, row
         total = tl.where(started != 0, 1.0, 0.0)
         out = load_fp32(start_ptr, at, mask & (started != 0))
         for j in range(n):
-            x = load_typed(pointers(address(x_ptrs, j), SETTINGS.NARROW), (wide >> j) & 1, at, mask)
+            x = load_typed(pointers(address(x_ptrs, j), SETTINGS.NARROW), (wide >> j) & 1, at, mask, SETTINGS.KIND)
             _, _, score = _score(q, x, bias_ptr, j, biased, SETTINGS)
             higher = tl.maximum(top, score)
             kept, share = tl.exp(top - higher), tl.exp(score - higher)
@@ -154,7 +158,7 @@ def attention_residuals_one_backward(
         # the term that the gradients of all scores share
         common = product_left - tl.load(grad_lse_ptr + row, given_lse != 0, other=0.0).to(tl.float32)
         for j in range(n):
-            x = load_typed(pointers(address(x_ptrs, j), SETTINGS.NARROW), (wide >> j) & 1, at, mask)
+            x = load_typed(pointers(address(x_ptrs, j), SETTINGS.NARROW), (wide >> j) & 1, at, mask, SETTINGS.KIND)
             raw, scale, score = _score(q, x, bias_ptr, j, biased, SETTINGS)
             weight = tl.exp(score - lse)
             product = tl.sum(grad * x, axis=0)
@@ -168,7 +172,7 @@ def attention_residuals_one_backward(
                 # the gradient of rms(x) is parallel to x
                 grad_x -= x * (grad_raw * raw * scale * scale / SETTINGS.D)
             grad_x_ptrs = pointers(address(grad_ptrs, j), SETTINGS.NARROW)
-            store_typed(grad_x_ptrs, (wide >> j) & 1, (added >> j) & 1, at, grad_x, mask, SETTINGS.NARROW)
+            store_typed(grad_x_ptrs, (wide >> j) & 1, (added >> j) & 1, at, grad_x, mask, SETTINGS.KIND)
             if biased != 0:
                 # the sum over the rows of this program, which only one thread reads and writes
                 to_ptr = partial_bias_ptr + program * n + j

@@ -111,7 +111,7 @@ def padded_sources(n: int, columns: int) -> tuple[int, int]:
 
 def settings_of(inputs: Inputs, eps: float | None, columns: int, grad: Tensor | None = None) -> Settings:
     """Return the constants of a kernel; grad: the gradients of the outputs."""
-    d, narrow, kind = inputs.settings["D"], inputs.settings["NARROW"], inputs.kind
+    d, narrow, kind = inputs.settings.values()
     padded, positions = padded_sources(inputs.sizes[0], columns)
     # registers limit a tile
     halved = kind != BFLOAT16.value if grad is None else kind == MIXED.value or padded > columns
@@ -323,7 +323,7 @@ def attention_residuals_backward(
             grad_x = product(transposed(grad_raws), queries, grad_x, MIXED | SETTINGS.KIND, MIXED | SETTINGS.KIND)
             if SETTINGS.EPS is not None:
                 grad_x -= along[:, None] * whole(x, SETTINGS.KIND)
-            store_typed(grad_x_ptrs, flags & 1, flags & 2, x_at + first, grad_x, mask_x, SETTINGS.NARROW)
+            store_typed(grad_x_ptrs, flags & 1, flags & 2, x_at + first, grad_x, mask_x, SETTINGS.KIND)
             # the sum over the positions of this program
             grad_query = load_fp32(partial_query_ptr, sum_at + first, mask_s & (p > begin))
             grad_query = product(grad_raws, x, grad_query, MIXED | SETTINGS.KIND, SETTINGS.KIND)

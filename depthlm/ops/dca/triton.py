@@ -2,8 +2,8 @@
 """`gated_reads` in Triton.
 
 A first kernel computes all scores w . x. Then each program of the forward pass computes a tile of the output for all
-reads. The backward pass computes the gradients of the scores, for which it needs all dimensions, and then those of the
-sources, of b and of w. The number of reads is a constant and those that a launch lacks are masked, since a
+reads. The backward pass computes the gradients of the scores, for which it needs all dimensions, and of b, and then
+those of the sources and of w. The number of reads is a constant and those that a launch lacks are masked, since a
 branch would delay the loads of the next read.
 
 Shapes: s reads, n sources, p positions, d width.
@@ -26,6 +26,8 @@ from depthlm.ops.reads_triton import (
     inputs_of,
     load_reads,
     load_source,
+    load_typed,
+    rows_of,
     store_grad,
     store_reads,
     tile_at,
@@ -33,10 +35,12 @@ from depthlm.ops.reads_triton import (
 )
 from depthlm.ops.triton_common import cdiv, load_fp32, split_work, tl, triton
 
-# sources of a program of `dca_score_grads`; sources and reads of one of `dca_bias_grads`, which has a sum for each pair
-SCORE_SOURCES, SOURCES, FEW_READS = tl.constexpr(2), tl.constexpr(3), tl.constexpr(3)
-# positions of a tile of a matrix product; of one beside many others in registers
-DOT_ROWS, HALF_ROWS, WARPS = tl.constexpr(64), tl.constexpr(16), 4
+# reads and sources of a program of `dca_score_bias_grads`, a source per warp; positions of a thread and of a warp
+FEW_READS, SOURCES, STEPS, LANES = tl.constexpr(3), tl.constexpr(4), tl.constexpr(8), tl.constexpr(4)
+# columns of its tiles: 128 bytes of an fp32 tensor
+COLUMNS = tl.constexpr(32)
+# positions of a tile of a matrix product
+DOT_ROWS, WARPS = tl.constexpr(64), 4
 # programs over positions of the gradients of parameters, each with its own partial sums
 PROGRAMS = 64
 
@@ -77,20 +81,20 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     n, positions, reads = inputs.sizes
     (programs, rows), columns = _programs(positions), inputs.tiles[1]
     read_ptrs = grad, inputs.table, b, score, grad_score
-    grid = cdiv(positions, HALF_ROWS.value), cdiv(n, SCORE_SOURCES.value)
-    inputs.launch(dca_score_grads, grid, WARPS, [read_ptrs], COUNT=_count(reads))
+    even = positions % (STEPS.value * LANES.value) == 0 and inputs.settings["D"] % COLUMNS.value == 0
+    grid = cdiv(n, SOURCES.value) * cdiv(reads, FEW_READS.value), programs
+    inputs.launch(dca_score_bias_grads, grid, SOURCES.value, [read_ptrs, partial[0]], rows, EVEN=even)
     inputs.launch(dca_source_grads, inputs.tiles, WARPS, [read_ptrs, w], COUNT=_count(reads))
-    grid = cdiv(n, SOURCES.value) * cdiv(reads, FEW_READS.value), columns, programs
-    inputs.launch(dca_bias_grads, grid, WARPS, [read_ptrs[:4], partial[0]], rows)
     grid, tensors = (n, columns, programs), [inputs.table, grad_score, partial[1]]
     inputs.launch(dca_gate_grads, grid, WARPS, tensors, rows)
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
     (reads, n, d), positions = inputs.parameters[0].shape, inputs.sources[0].shape[:-1].numel()
-    partial = inputs.grads[0].new_empty(2, _programs(positions)[0], reads, n, d, dtype=torch.float32)
+    padded = cdiv(reads, FEW_READS.value) * FEW_READS.value, cdiv(n, SOURCES.value) * SOURCES.value
+    partial = inputs.grads[0].new_empty(2, _programs(positions)[0], *padded, d, dtype=torch.float32)
     launch_backward(*inputs, [partial])
-    of_parameters = zip(partial.sum(1), inputs.parameters, strict=True)
+    of_parameters = zip(partial[:, :, :reads, :n].sum(1), inputs.parameters, strict=True)
     return [*(x.to(y.dtype) for x, y in of_parameters), *(inputs.grads[0].to(x.dtype) for x in inputs.start)]
 
 
@@ -99,7 +103,7 @@ KERNELS = Kernels("dca", 1, allocate, forward, backward)
 
 def _programs(positions: int) -> tuple[int, int]:
     """Return the programs over positions of the gradients of parameters, and the positions of each."""
-    return split_work(positions, PROGRAMS, HALF_ROWS.value)
+    return split_work(positions, PROGRAMS, STEPS.value * LANES.value)
 
 
 def _count(reads: int) -> int:
@@ -126,14 +130,16 @@ def _gate(b_ptr, score_ptr, s, j, n, p, c, positions, reads, D: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def dca_scores(table_ptr, w_ptr, score_ptr, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr):
+def dca_scores(
+    table_ptr, w_ptr, score_ptr, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr, KIND: tl.constexpr
+):
     j = tl.program_id(1)
     p, s = tl.program_id(0) * DOT_ROWS + tl.arange(0, DOT_ROWS), tl.arange(0, DOT_READS)
     score = tl.zeros([DOT_ROWS, DOT_READS], tl.float32)
     for first in range(0, D, WIDTH):
         c = first + tl.arange(0, WIDTH)
         at, mask = tile_at(p, c, positions, D)
-        x = load_source(table_ptr, j, at, mask, NARROW)
+        x = load_source(table_ptr, j, at, mask, NARROW, KIND)
         w = load_fp32(w_ptr, (s * n + j)[:, None] * D + c[None, :], (s < reads)[:, None] & (c < D)[None, :])
         # an error of a score opens or closes gates, and a gate is all or nothing in the gradient of b
         score = tl.dot(x, tl.trans(w), score, input_precision="tf32x3")
@@ -152,13 +158,14 @@ def dca_forward(
     started,
     D: tl.constexpr,
     NARROW: tl.constexpr,
+    KIND: tl.constexpr,
     COUNT: tl.constexpr,
 ):
     table_ptr, b_ptr, score_ptr = read_ptrs
     p, c, at, mask = tile_of_program(positions, D, ROWS)
     out = load_reads(start_ptr, at, mask & (started != 0), positions, reads, D, COUNT)
     for j in range(n):
-        x = load_source(table_ptr, j, at, mask, NARROW)
+        x = load_source(table_ptr, j, at, mask, NARROW, KIND)
         sums = ()
         for s in tl.static_range(COUNT):
             sums += (out[s] + tl.maximum(_gate(b_ptr, score_ptr, s, j, n, p, c, positions, reads, D), 0.0) * x,)
@@ -167,33 +174,88 @@ def dca_forward(
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def dca_score_grads(read_ptrs, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr, COUNT: tl.constexpr):
+def dca_score_bias_grads(
+    read_ptrs,
+    partial_ptr,
+    n,
+    positions,
+    reads,
+    rows,
+    D: tl.constexpr,
+    NARROW: tl.constexpr,
+    KIND: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    # tiles are [STEPS, SOURCES, LANES, 8, 4]: a thread has all steps and 4 columns, and a warp has one source
     grad_ptr, table_ptr, b_ptr, score_ptr, grad_score_ptr = read_ptrs
-    p = tl.program_id(0) * HALF_ROWS + tl.arange(0, HALF_ROWS)
-    begin = tl.program_id(1) * SCORE_SOURCES
-    sums = ()
-    for _ in tl.static_range(SCORE_SOURCES * COUNT):
-        sums += (tl.zeros([HALF_ROWS], tl.float32),)
-    for first in range(0, D, WIDTH):
-        c = first + tl.arange(0, WIDTH)
-        at, mask = tile_at(p, c, positions, D)
-        grad, totals = load_reads(grad_ptr, at, mask, positions, reads, D, COUNT), ()
-        for k in tl.static_range(SCORE_SOURCES):
-            # what is computed again for the last source is not stored
-            j = min(begin + k, n - 1)
-            x = load_source(table_ptr, j, at, mask, NARROW)
-            for s in tl.static_range(COUNT):
-                is_open = _gate(b_ptr, score_ptr, s, j, n, p, c, positions, reads, D) > 0.0
-                totals += (sums[k * COUNT + s] + tl.sum(tl.where(is_open, grad[s] * x, 0.0), axis=1),)
-        sums = totals
-    for k in tl.static_range(SCORE_SOURCES):
-        for s in tl.static_range(COUNT):
-            at = ((begin + k) * reads + s) * positions + p
-            tl.store(grad_score_ptr + at, sums[k * COUNT + s], (p < positions) & (begin + k < n) & (s < reads))
+    # groups of reads are next to each other, so that a source is loaded from memory for only one of them
+    groups = tl.cdiv(reads, FEW_READS)
+    first_s = tl.program_id(0) % groups * FEW_READS
+    source = tl.program_id(0) // groups * SOURCES + tl.arange(0, SOURCES)
+    # programs that lack a source or a read compute the last one again, and their sums are not used
+    j = tl.minimum(source, n - 1)
+    x_ptrs, flags = rows_of(table_ptr, 0, j, n, NARROW)
+    source, j, wide = source[None, :, None, None, None], j[None, :, None, None, None], flags[None, :, :, None, None] & 1
+    step, lane = tl.arange(0, STEPS)[:, None, None, None, None] * LANES, tl.arange(0, LANES)[None, None, :, None, None]
+    c = tl.arange(0, COLUMNS // 4)[None, None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, None, :]
+    # a step adds a constant to an address of a thread
+    step_at, at = step * D, lane * D + c + j * 0
+    b_at, to_at = lane * 0 + c + j * D, lane * 0 + c + source * D
+    narrow_ptr, wide_ptr = x_ptrs[0][None, :, :, None, None] + at, x_ptrs[1][None, :, :, None, None] + at
+    first = tl.program_id(1) * rows
+    padded = tl.cdiv(n, SOURCES) * SOURCES
+    partial_ptr += tl.program_id(1) * tl.cast(groups * FEW_READS * padded, tl.int64) * D
+    for row in range(first, min(first + rows, positions), STEPS * LANES):
+        p = row + step + lane
+        mask_p, scores, sums = (p < positions) | EVEN, (), ()
+        for s in tl.static_range(FEW_READS):
+            score_at = (j * reads + min(first_s + s, reads - 1)) * positions + p
+            scores += (tl.load(score_ptr + score_at, mask_p, other=0.0),)
+            sums += (tl.zeros([STEPS, SOURCES, LANES, COLUMNS // 4, 1], tl.float32),)
+        for start in range(0, D, COLUMNS):
+            mask_c, begin = (start + c < D) | EVEN, tl.cast(row, tl.int64) * D + start
+            x = load_typed((narrow_ptr + begin, wide_ptr + begin), wide, step_at, mask_p & mask_c, KIND)
+            totals, next_grad = (), _grad(grad_ptr, first_s, begin, at, step_at, mask_p & mask_c, positions, D)
+            for s in tl.static_range(FEW_READS):
+                read, grad = min(first_s + s, reads - 1), next_grad
+                b = load_fp32(b_ptr + (read * n * D + start), b_at, mask_c)
+                to_ptr = partial_ptr + ((first_s + s) * padded * D + start) + to_at
+                before = tl.load(to_ptr, mask_c & (row > first), other=0.0)
+                if s + 1 < FEW_READS:
+                    later = min(first_s + s + 1, reads - 1)
+                    next_grad = _grad(grad_ptr, later, begin, at, step_at, mask_p & mask_c, positions, D)
+                # the gate is open where b + score > 0; a product that is added could be fused in one lane only
+                terms = tl.where(b > -scores[s], grad * x, 0.0)
+                totals += (sums[s] + tl.sum(terms, axis=4, keep_dims=True),)
+                grad_b = before + tl.sum(tl.sum(terms, axis=0, keep_dims=True), axis=2, keep_dims=True)
+                tl.store(to_ptr, grad_b, mask_c & (lane == 0))
+            sums = totals
+        for s in tl.static_range(FEW_READS):
+            to_ptr = grad_score_ptr + (j * reads + first_s + s) * positions + p
+            kept = (p < positions) & (source < n) & (first_s + s < reads)
+            tl.store(to_ptr, tl.sum(sums[s], axis=3, keep_dims=True), kept)
+        # the sums that one thread stored are loaded by others
+        tl.debug_barrier()
+
+
+@triton.jit
+def _grad(grad_ptr, read, begin, at, step_at, mask, positions, D: tl.constexpr):
+    """Load a tile of the gradient of a read, the same for all sources."""
+    return load_fp32(grad_ptr + (tl.cast(positions, tl.int64) * (read * D) + begin) + at, step_at, mask)
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def dca_source_grads(read_ptrs, w_ptr, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr, COUNT: tl.constexpr):
+def dca_source_grads(
+    read_ptrs,
+    w_ptr,
+    n,
+    positions,
+    reads,
+    D: tl.constexpr,
+    NARROW: tl.constexpr,
+    KIND: tl.constexpr,
+    COUNT: tl.constexpr,
+):
     grad_ptr, table_ptr, b_ptr, score_ptr, grad_score_ptr = read_ptrs
     p, c, at, mask = tile_of_program(positions, D, ROWS)
     grad = load_reads(grad_ptr, at, mask, positions, reads, D, COUNT)
@@ -203,44 +265,21 @@ def dca_source_grads(read_ptrs, w_ptr, n, positions, reads, D: tl.constexpr, NAR
             grad_x += tl.maximum(_gate(b_ptr, score_ptr, s, j, n, p, c, positions, reads, D), 0.0) * grad[s]
             grad_score = _of_positions(grad_score_ptr, s, j, p, positions, reads)
             grad_x += grad_score * _of_dimensions(w_ptr, s, j, n, c, reads, D)
-        store_grad(table_ptr, j, at, grad_x, mask, NARROW)
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def dca_bias_grads(read_ptrs, partial_ptr, n, positions, reads, rows, D: tl.constexpr, NARROW: tl.constexpr):
-    grad_ptr, table_ptr, b_ptr, score_ptr = read_ptrs
-    # groups of reads are next to each other, so that a source is loaded from memory for only one of them
-    groups = tl.cdiv(reads, FEW_READS)
-    first_s, first_j = tl.program_id(0) % groups * FEW_READS, tl.program_id(0) // groups * SOURCES
-    c, sums = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH), ()
-    for _ in tl.static_range(FEW_READS * SOURCES):
-        sums += (tl.zeros([HALF_ROWS, WIDTH], tl.float32),)
-    first = tl.program_id(2) * rows
-    for row in range(first, min(first + rows, positions), HALF_ROWS):
-        p = row + tl.arange(0, HALF_ROWS)
-        at, mask = tile_at(p, c, positions, D)
-        xs, totals = (), ()
-        for k in tl.static_range(SOURCES):
-            # what is computed again for the last source, or for the last read, is not stored
-            xs += (load_source(table_ptr, min(first_j + k, n - 1), at, mask, NARROW),)
-        for s in tl.static_range(FEW_READS):
-            read = min(first_s + s, reads - 1)
-            grad = load_fp32(grad_ptr, tl.cast(positions, tl.int64) * (read * D) + at, mask)
-            for k in tl.static_range(SOURCES):
-                j = min(first_j + k, n - 1)
-                is_open = _gate(b_ptr, score_ptr, read, j, n, p, c, positions, reads, D) > 0.0
-                totals += (sums[s * SOURCES + k] + tl.where(is_open, grad * xs[k], 0.0),)
-        sums = totals
-    partial_ptr += tl.program_id(2) * tl.cast(reads * n, tl.int64) * D
-    for s in tl.static_range(FEW_READS):
-        for k in tl.static_range(SOURCES):
-            at, kept = ((first_s + s) * n + first_j + k) * D + c, (first_s + s < reads) & (first_j + k < n)
-            tl.store(partial_ptr + at, tl.sum(sums[s * SOURCES + k], axis=0), (c < D) & kept)
+        store_grad(table_ptr, j, at, grad_x, mask, NARROW, KIND)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def dca_gate_grads(
-    table_ptr, grad_score_ptr, partial_ptr, n, positions, reads, rows, D: tl.constexpr, NARROW: tl.constexpr
+    table_ptr,
+    grad_score_ptr,
+    partial_ptr,
+    n,
+    positions,
+    reads,
+    rows,
+    D: tl.constexpr,
+    NARROW: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     j, c = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     s, grad_w = tl.arange(0, DOT_READS), tl.zeros([DOT_READS, WIDTH], tl.float32)
@@ -249,9 +288,12 @@ def dca_gate_grads(
     for row in range(first, end, ROWS):
         p = row + tl.arange(0, ROWS)
         at, mask = tile_at(p, c, end, D)
-        x = load_source(table_ptr, j, at, mask, NARROW)
+        x = load_source(table_ptr, j, at, mask, NARROW, KIND)
         score_at = (j * reads + s)[:, None] * positions + p[None, :]
         grad_score = tl.load(grad_score_ptr + score_at, (s < reads)[:, None] & (p < end)[None, :], other=0.0)
         grad_w = tl.dot(grad_score, x, grad_w, input_precision="tf32x3")
-    partial_ptr += tl.program_id(2) * tl.cast(reads * n, tl.int64) * D
-    tl.store(partial_ptr + ((s * n + j) * D)[:, None] + c[None, :], grad_w, (s < reads)[:, None] & (c < D)[None, :])
+    padded = tl.cdiv(n, SOURCES) * SOURCES
+    partial_ptr += tl.program_id(2) * tl.cast(tl.cdiv(reads, FEW_READS) * FEW_READS * padded, tl.int64) * D
+    tl.store(
+        partial_ptr + ((s * padded + j) * D)[:, None] + c[None, :], grad_w, (s < reads)[:, None] & (c < D)[None, :]
+    )

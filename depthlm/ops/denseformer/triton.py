@@ -61,7 +61,7 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     programs, steps = _programs(sources[0].numel())
     grid = cdiv(len(sources), SOURCES.value), programs
     tensors = aligned(grads[0]), inputs.table, weights.contiguous(), partial
-    inputs.launch(denseformer_backward, grid, BACKWARD_WARPS, tensors, steps, KIND=inputs.kind)
+    inputs.launch(denseformer_backward, grid, BACKWARD_WARPS, tensors, steps)
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
@@ -94,12 +94,13 @@ def denseformer_forward(
     started,
     D: tl.constexpr,
     NARROW: tl.constexpr,
+    KIND: tl.constexpr,
     COUNT: tl.constexpr,
 ):
     _, _, at, mask = tile_of_program(positions, D, ROWS)
     out = load_reads(start_ptr, at, mask & (started != 0), positions, reads, D, COUNT)
     for j in range(n):
-        x = load_source(table_ptr, j, at, mask, NARROW)
+        x = load_source(table_ptr, j, at, mask, NARROW, KIND)
         sums = ()
         for s in tl.static_range(COUNT):
             weight = tl.load(weights_ptr + s * n + j).to(tl.float32)
@@ -137,6 +138,6 @@ def denseformer_backward(
         grad_weights = product(grad, transposed(x), grad_weights, MIXED | KIND, KIND)
         grad_x = tl.zeros([SOURCES, TILE_VALUES], tl.float32)
         grad_x = product(weights, grad, grad_x, MIXED | KIND, MIXED | KIND)
-        store_typed(grad_x_ptrs, flags & 1, flags & 2, v[None, :], grad_x, mask, NARROW)
+        store_typed(grad_x_ptrs, flags & 1, flags & 2, v[None, :], grad_x, mask, KIND)
     to_ptr = partial_ptr + (tl.program_id(1) * tl.num_programs(0) * SOURCES + j)[None, :] * DOT_READS + s[:, None]
     tl.store(to_ptr, grad_weights)
