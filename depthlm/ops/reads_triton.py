@@ -33,7 +33,7 @@ PART = tl.constexpr(tl.float32 if interpreted() else tl.bfloat16)
 # sources whose addresses are arguments of one launch
 ADDRESSES = 16
 # numbers that vary from launch to launch: to specialize on them would compile a kernel again
-COUNTS = ["n", "positions", "reads", "rows", "steps", "started", "biased", "given_lse", "first", "wide", "added"]
+COUNTS = ["n", "positions", "reads", "rows", "started", "biased", "given_lse", "first", "wide", "added"]
 
 
 class Inputs(NamedTuple):

@@ -88,7 +88,7 @@ def test_several_tiles_of_positions_and_dimensions(kind: str) -> None:
     """One tile has 64 dimensions, and up to 32 positions. Two programs of the backward pass have several tiles each."""
     arguments = tensors(kind, 2, 2, 17, 70, started=True)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (attend_ops, gated_triton, weighted_triton):
+        for module in (attend_ops, gated_triton):
             patch.setattr(module, "PROGRAMS", 2)
         assert_same(kind, arguments)
 

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-"""`weighted_reads` in Triton. The backward pass is two matrix products per tile of sources and 16 reads.
+"""`weighted_reads` in Triton. A program has a tile of each read in registers, and loads each source once.
 
 Shapes: s reads, n sources, p positions, d width, v values (p and d together).
 """
@@ -14,29 +14,20 @@ from depthlm.ops.library import register
 from depthlm.ops.reads import BACKWARD, FORWARD, BackwardInputs, Kernels, read
 from depthlm.ops.reads_triton import (
     COUNTS,
-    DOT_READS,
-    MIXED,
     ROWS,
     WARPS,
     aligned,
     inputs_of,
-    load_parts,
     load_reads,
     load_source,
-    parts_of,
-    product,
-    rows_of,
+    store_grad,
     store_reads,
-    store_typed,
     tile_of_program,
-    transposed,
 )
-from depthlm.ops.triton_common import cdiv, load_fp32, split_work, tl, triton
+from depthlm.ops.triton_common import cdiv, load_fp32, tl, triton
 
-# sources and values of a tile of the backward pass
-SOURCES, TILE_VALUES, BACKWARD_WARPS = tl.constexpr(32), tl.constexpr(64), 2
-# programs of the backward pass for each SOURCES
-PROGRAMS = 512
+# values of a program of the backward pass, which has one warp, so that no sum crosses warps
+TILE_VALUES = tl.constexpr(512)
 
 
 def weighted(weights_sn: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None = None) -> Tensor:
@@ -58,28 +49,26 @@ def forward(parameters, sources, start, eps, outputs):
 def launch_backward(grads, outputs, parameters, sources, start, eps, source_grads, added, sums):
     (weights,), (partial,) = parameters, sums
     inputs = inputs_of(sources, len(weights), source_grads, added)
-    programs, steps = _programs(sources[0].numel())
-    grid = cdiv(len(sources), SOURCES.value), programs
     tensors = aligned(grads[0]), inputs.table, weights.contiguous(), partial
-    inputs.launch(denseformer_backward, grid, BACKWARD_WARPS, tensors, steps)
+    even = sources[0].numel() % TILE_VALUES.value == 0
+    grid = (_programs(sources[0]),)
+    inputs.launch(denseformer_backward, grid, 1, tensors, COUNT=len(weights), EVEN=even)
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
     (weights,), n = inputs.parameters, len(inputs.sources)
-    programs, _ = _programs(inputs.sources[0].numel())
-    columns = cdiv(n, SOURCES.value) * SOURCES.value
-    partial = weights.new_empty(programs, columns, DOT_READS.value, dtype=torch.float32)
+    partial = weights.new_empty(_programs(inputs.sources[0]), n, len(weights), dtype=torch.float32)
     launch_backward(*inputs, [partial])
-    grad_weights = partial.sum(0)[:n, : len(weights)].T.contiguous().to(weights.dtype)
+    grad_weights = partial.sum(0).T.contiguous().to(weights.dtype)
     return [grad_weights, *(inputs.grads[0].to(x.dtype) for x in inputs.start)]
 
 
 KERNELS = Kernels("denseformer", 1, lambda parameters, sources: [], forward, backward)
 
 
-def _programs(values: int) -> tuple[int, int]:
-    """Return the programs of the backward pass for each SOURCES, and the tiles of each."""
-    return split_work(cdiv(values, TILE_VALUES.value), PROGRAMS)
+def _programs(x: Tensor) -> int:
+    """Return the programs of the backward pass, one per tile."""
+    return cdiv(x.numel(), TILE_VALUES.value)
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["weights_ptr"])
@@ -118,26 +107,26 @@ def denseformer_backward(
     n,
     positions,
     reads,
-    steps,
     D: tl.constexpr,
     NARROW: tl.constexpr,
     KIND: tl.constexpr,
+    COUNT: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
-    j, s = tl.program_id(0) * SOURCES + tl.arange(0, SOURCES), tl.arange(0, DOT_READS)
-    x_ptrs, flags = rows_of(table_ptr, 0, j, n, NARROW)
-    grad_x_ptrs, _ = rows_of(table_ptr, 1, j, n, NARROW)
-    weights = load_fp32(weights_ptr, s[None, :] * n + j[:, None], (j < n)[:, None] & (s < reads)[None, :])
-    weights = parts_of(weights, MIXED | KIND)
-    values, grad_weights = tl.cast(positions, tl.int64) * D, tl.zeros([DOT_READS, SOURCES], tl.float32)
-    for step in range(steps):
-        v = (tl.cast(tl.program_id(1), tl.int64) * steps + step) * TILE_VALUES + tl.arange(0, TILE_VALUES)
-        grad_at = tl.cast(positions, tl.int64) * (s * D)[:, None] + v[None, :]
-        grad = load_fp32(grad_ptr, grad_at, (s < reads)[:, None] & (v < values)[None, :])
-        mask = (j < n)[:, None] & (v < values)[None, :]
-        x, grad = load_parts(x_ptrs, flags, v[None, :], mask, KIND), parts_of(grad, MIXED | KIND)
-        grad_weights = product(grad, transposed(x), grad_weights, MIXED | KIND, KIND)
-        grad_x = tl.zeros([SOURCES, TILE_VALUES], tl.float32)
-        grad_x = product(weights, grad, grad_x, MIXED | KIND, MIXED | KIND)
-        store_typed(grad_x_ptrs, flags & 1, flags & 2, v[None, :], grad_x, mask, KIND)
-    to_ptr = partial_ptr + (tl.program_id(1) * tl.num_programs(0) * SOURCES + j)[None, :] * DOT_READS + s[:, None]
-    tl.store(to_ptr, grad_weights)
+    values, program = tl.cast(positions, tl.int64) * D, tl.cast(tl.program_id(0), tl.int64)
+    v = program * TILE_VALUES + tl.arange(0, TILE_VALUES)
+    mask = (v < values) | EVEN
+    grads = ()
+    for s in tl.static_range(COUNT):
+        grads += (load_fp32(grad_ptr + values * s, v, mask),)
+    partial_ptr += program * (n * COUNT)
+    x = load_source(table_ptr, 0, v, mask, NARROW, KIND)
+    for j in range(n):
+        # the next source is loaded while this one is used
+        following = load_source(table_ptr, min(j + 1, n - 1), v, mask, NARROW, KIND)
+        grad_x = tl.zeros_like(x)
+        for s in tl.static_range(COUNT):
+            grad_x += tl.load(weights_ptr + s * n + j).to(tl.float32) * grads[s]
+            tl.store(partial_ptr + (j * COUNT + s), tl.sum(grads[s] * x, axis=0))
+        store_grad(table_ptr, j, v, grad_x, mask, NARROW, KIND)
+        x = following
