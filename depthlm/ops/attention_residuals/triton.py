@@ -44,9 +44,9 @@ from depthlm.ops.triton_common import cdiv, constants, load_fp32, on_device, spl
 # the padded numbers of sources for which the kernels are compiled; more than that are read in turns
 FEW_SOURCES, MANY_SOURCES = 16, 64
 # sources of all positions of a program, limited by registers
-FORWARD_COLUMNS, BACKWARD_COLUMNS = 64, 32
-# dimensions of a tile, and warps of a program
-WIDTH, WARPS = 64, 4
+COLUMNS = 32
+# dimensions of a tile, and warps of a program; those of a backward pass with FEW_SOURCES
+WIDTH, WARPS, FEW_WARPS = 64, 4, 2
 # programs of a backward pass, each with its own partial sums
 PROGRAMS = 512
 
@@ -103,18 +103,18 @@ def allocate(parameters: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
     return [sources[0].new_empty(x, dtype=torch.float32) for x in shapes]
 
 
-def padded_sources(n: int, columns: int) -> tuple[int, int]:
+def padded_sources(n: int) -> tuple[int, int]:
     """Return for how many sources a kernel is compiled, and the positions of a program."""
     padded = FEW_SOURCES if n <= FEW_SOURCES else MANY_SOURCES
-    return padded, max(1, columns // padded)
+    return padded, max(1, COLUMNS // padded)
 
 
-def settings_of(inputs: Inputs, eps: float | None, columns: int, grad: Tensor | None = None) -> Settings:
+def settings_of(inputs: Inputs, eps: float | None, grad: Tensor | None = None) -> Settings:
     """Return the constants of a kernel; grad: the gradients of the outputs."""
     d, narrow, kind = inputs.settings.values()
-    padded, positions = padded_sources(inputs.sizes[0], columns)
+    padded, positions = padded_sources(inputs.sizes[0])
     # registers limit a tile
-    halved = kind != BFLOAT16.value if grad is None else kind == MIXED.value or padded > columns
+    halved = kind != BFLOAT16.value or (grad is not None and padded > COLUMNS)
     rows = max(DOT_READS.value, positions * READS.value)
     # the gradients of bf16 sources are in fp32 if the start was
     grad_kind = kind if grad is None or grad.dtype == torch.bfloat16 else MIXED.value | kind
@@ -125,7 +125,7 @@ def settings_of(inputs: Inputs, eps: float | None, columns: int, grad: Tensor | 
 
 def _programs(positions: int, n: int) -> tuple[int, int]:
     """Return the programs of the backward pass, and the positions of each."""
-    return split_work(positions, PROGRAMS, padded_sources(n, BACKWARD_COLUMNS)[1])
+    return split_work(positions, PROGRAMS, padded_sources(n)[1])
 
 
 @register(__name__, "depth_attend", schema=FORWARD)
@@ -135,7 +135,7 @@ def forward(parameters, sources, start, eps, outputs):
     inputs = inputs_of(sources, len(query))
     # without a bias or a start, these pointers are not used
     read_ptrs = inputs.table, query, *(bias or [query]), *([aligned(x) for x in start] or (out, lse))
-    settings, numbers = settings_of(inputs, eps, FORWARD_COLUMNS), (*inputs.sizes, int(bool(start)), len(bias))
+    settings, numbers = settings_of(inputs, eps), (*inputs.sizes, int(bool(start)), len(bias))
     grid = (cdiv(inputs.sizes[1], settings.P.value),)
     with on_device(query):
         attention_residuals_forward[grid](read_ptrs, (out, lse, raw, scale), *numbers, settings, num_warps=WARPS)
@@ -153,16 +153,17 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     grad_ptrs = grad, *(grad_lse or [lse]), lse, raw, scale
     sum_ptrs = partial_query, partial_bias, *(start_grads or (grad, lse))
     numbers = *inputs.sizes, rows, int(bool(start)), len(bias), len(grad_lse)
-    settings = settings_of(inputs, eps, BACKWARD_COLUMNS, grad)
+    settings = settings_of(inputs, eps, grad)
+    warps = FEW_WARPS if settings.N.value == FEW_SOURCES else WARPS
     with on_device(query):
-        attention_residuals_backward[(programs,)](read_ptrs, grad_ptrs, sum_ptrs, *numbers, settings, num_warps=WARPS)
+        attention_residuals_backward[(programs,)](read_ptrs, grad_ptrs, sum_ptrs, *numbers, settings, num_warps=warps)
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
     (query, *bias), lse, n = inputs.parameters, inputs.outputs[0], len(inputs.sources)
     programs, _ = _programs(lse[0].numel(), n)
     partial_query = lse.new_empty(programs, *query.shape)
-    partial_bias = lse.new_empty(programs, padded_sources(n, BACKWARD_COLUMNS)[1], n)
+    partial_bias = lse.new_empty(programs, padded_sources(n)[1], n)
     start_grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs.start]
     launch_backward(*inputs, [partial_query, partial_bias, *start_grads])
     grad_bias = [partial_bias.sum((0, 1)).to(x.dtype) for x in bias]
