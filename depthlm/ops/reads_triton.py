@@ -18,7 +18,7 @@ from torch import Tensor
 from depthlm.ops.autograd import attached
 from depthlm.ops.backend import interpreted
 from depthlm.ops.reads import MAX_READS
-from depthlm.ops.triton_common import cdiv, load_fp32, on_device, store_as, tl, triton, triton_type
+from depthlm.ops.triton_common import cdiv, constants, load_fp32, on_device, store_as, tl, triton, triton_type
 
 # the most reads of a launch
 READS = tl.constexpr(MAX_READS)
@@ -36,6 +36,14 @@ ADDRESSES = 16
 COUNTS = ["n", "positions", "reads", "rows", "started", "biased", "given_lse", "first", "wide", "added"]
 
 
+class Settings(NamedTuple):
+    """Constants of the kernels. D: d. NARROW: the dtype of 16-bit sources. KIND: of the sources (`load_typed`)."""
+
+    D: tl.constexpr
+    NARROW: tl.constexpr
+    KIND: tl.constexpr
+
+
 class Inputs(NamedTuple):
     """What the kernels of a group of reads get of its sources. It must live until the last launch.
 
@@ -46,13 +54,13 @@ class Inputs(NamedTuple):
     sources: list[Tensor]
     table: Tensor
     sizes: tuple[int, int, int]
-    settings: dict[str, Any]
+    settings: Settings
     tiles: tuple[int, int]
 
     def launch(self, kernel, grid, warps, tensors, *numbers, **settings) -> None:
         """Launch a kernel with these tensors, the sizes, and then more numbers and settings."""
         with on_device(self.table):
-            kernel[grid](*tensors, *self.sizes, *numbers, **self.settings, **settings, num_warps=warps)
+            kernel[grid](*tensors, *self.sizes, *numbers, self.settings, **settings, num_warps=warps)
 
 
 def inputs_of(
@@ -62,7 +70,7 @@ def inputs_of(
     xs, d = [aligned(x) for x in sources], sources[0].shape[-1]
     positions = sources[0].numel() // d
     tiles = cdiv(positions, ROWS.value), cdiv(d, WIDTH.value)
-    settings = {"D": d, "NARROW": narrow_dtype(xs), "KIND": kind_of(xs)}
+    settings = constants(Settings, d, narrow_dtype(xs), kind_of(xs))
     return Inputs(xs, table_of(xs, grads, added), (len(xs), positions, reads), settings, tiles)
 
 
@@ -180,18 +188,19 @@ def store_typed(ptrs, wide, added, at, grad, mask, KIND: tl.constexpr):
 
 
 @triton.jit
-def load_source(table_ptr, j, at, mask, NARROW: tl.constexpr, KIND: tl.constexpr):
+def load_source(table_ptr, j, at, mask, SETTINGS):
     """Load a tile of source j of a table."""
     row_ptr = table_ptr + j * 3
-    return load_typed(pointers(tl.load(row_ptr), NARROW), tl.load(row_ptr + 2) & 1, at, mask, KIND)
+    return load_typed(pointers(tl.load(row_ptr), SETTINGS.NARROW), tl.load(row_ptr + 2) & 1, at, mask, SETTINGS.KIND)
 
 
 @triton.jit
-def store_grad(table_ptr, j, at, grad, mask, NARROW: tl.constexpr, KIND: tl.constexpr):
+def store_grad(table_ptr, j, at, grad, mask, SETTINGS):
     """Store a tile of the gradient of source j of a table."""
     row_ptr = table_ptr + j * 3
     flags = tl.load(row_ptr + 2)
-    store_typed(pointers(tl.load(row_ptr + 1), NARROW), flags & 1, flags & 2, at, grad, mask, KIND)
+    ptrs = pointers(tl.load(row_ptr + 1), SETTINGS.NARROW)
+    store_typed(ptrs, flags & 1, flags & 2, at, grad, mask, SETTINGS.KIND)
 
 
 @triton.jit

@@ -111,7 +111,7 @@ def padded_sources(n: int) -> tuple[int, int]:
 
 def settings_of(inputs: Inputs, eps: float | None, grad: Tensor | None = None) -> Settings:
     """Return the constants of a kernel; grad: the gradients of the outputs."""
-    d, narrow, kind = inputs.settings.values()
+    d, narrow, kind = (x.value for x in inputs.settings)
     padded, positions = padded_sources(inputs.sizes[0])
     # registers limit a tile
     halved = kind != BFLOAT16.value or (grad is not None and padded > COLUMNS)

@@ -81,7 +81,7 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     n, positions, reads = inputs.sizes
     (programs, rows), columns = _programs(positions), inputs.tiles[1]
     read_ptrs = grad, inputs.table, b, score, grad_score
-    even = positions % (STEPS.value * LANES.value) == 0 and inputs.settings["D"] % COLUMNS.value == 0
+    even = positions % (STEPS.value * LANES.value) == 0 and inputs.settings.D.value % COLUMNS.value == 0
     grid = cdiv(n, SOURCES.value) * cdiv(reads, FEW_READS.value), programs
     inputs.launch(dca_score_bias_grads, grid, SOURCES.value, [read_ptrs, partial[0]], rows, EVEN=even)
     inputs.launch(dca_source_grads, inputs.tiles, WARPS, [read_ptrs, w], COUNT=_count(reads))
@@ -130,17 +130,16 @@ def _gate(b_ptr, score_ptr, s, j, n, p, c, positions, reads, D: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def dca_scores(
-    table_ptr, w_ptr, score_ptr, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr, KIND: tl.constexpr
-):
+def dca_scores(table_ptr, w_ptr, score_ptr, n, positions, reads, SETTINGS):
     j = tl.program_id(1)
     p, s = tl.program_id(0) * DOT_ROWS + tl.arange(0, DOT_ROWS), tl.arange(0, DOT_READS)
     score = tl.zeros([DOT_ROWS, DOT_READS], tl.float32)
-    for first in range(0, D, WIDTH):
+    for first in range(0, SETTINGS.D, WIDTH):
         c = first + tl.arange(0, WIDTH)
-        at, mask = tile_at(p, c, positions, D)
-        x = load_source(table_ptr, j, at, mask, NARROW, KIND)
-        w = load_fp32(w_ptr, (s * n + j)[:, None] * D + c[None, :], (s < reads)[:, None] & (c < D)[None, :])
+        at, mask = tile_at(p, c, positions, SETTINGS.D)
+        x = load_source(table_ptr, j, at, mask, SETTINGS)
+        w_at, mask_w = (s * n + j)[:, None] * SETTINGS.D + c[None, :], (s < reads)[:, None] & (c < SETTINGS.D)[None, :]
+        w = load_fp32(w_ptr, w_at, mask_w)
         # an error of a score opens or closes gates, and a gate is all or nothing in the gradient of b
         score = tl.dot(x, tl.trans(w), score, input_precision="tf32x3")
     at = (j * reads + s)[None, :] * positions + p[:, None]
@@ -148,44 +147,22 @@ def dca_scores(
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def dca_forward(
-    read_ptrs,
-    start_ptr,
-    out_ptr,
-    n,
-    positions,
-    reads,
-    started,
-    D: tl.constexpr,
-    NARROW: tl.constexpr,
-    KIND: tl.constexpr,
-    COUNT: tl.constexpr,
-):
+def dca_forward(read_ptrs, start_ptr, out_ptr, n, positions, reads, started, SETTINGS, COUNT: tl.constexpr):
     table_ptr, b_ptr, score_ptr = read_ptrs
-    p, c, at, mask = tile_of_program(positions, D, ROWS)
-    out = load_reads(start_ptr, at, mask & (started != 0), positions, reads, D, COUNT)
+    p, c, at, mask = tile_of_program(positions, SETTINGS.D, ROWS)
+    out = load_reads(start_ptr, at, mask & (started != 0), positions, reads, SETTINGS.D, COUNT)
     for j in range(n):
-        x = load_source(table_ptr, j, at, mask, NARROW, KIND)
+        x = load_source(table_ptr, j, at, mask, SETTINGS)
         sums = ()
         for s in tl.static_range(COUNT):
-            sums += (out[s] + tl.maximum(_gate(b_ptr, score_ptr, s, j, n, p, c, positions, reads, D), 0.0) * x,)
+            gate = _gate(b_ptr, score_ptr, s, j, n, p, c, positions, reads, SETTINGS.D)
+            sums += (out[s] + tl.maximum(gate, 0.0) * x,)
         out = sums
-    store_reads(out_ptr, at, out, mask, positions, reads, D, COUNT)
+    store_reads(out_ptr, at, out, mask, positions, reads, SETTINGS.D, COUNT)
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def dca_score_bias_grads(
-    read_ptrs,
-    partial_ptr,
-    n,
-    positions,
-    reads,
-    rows,
-    D: tl.constexpr,
-    NARROW: tl.constexpr,
-    KIND: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+def dca_score_bias_grads(read_ptrs, partial_ptr, n, positions, reads, rows, SETTINGS, EVEN: tl.constexpr):
     # tiles are [STEPS, SOURCES, LANES, 8, 4]: a thread has all steps and 4 columns, and a warp has one source
     grad_ptr, table_ptr, b_ptr, score_ptr, grad_score_ptr = read_ptrs
     # groups of reads are next to each other, so that a source is loaded from memory for only one of them
@@ -194,17 +171,17 @@ def dca_score_bias_grads(
     source = tl.program_id(0) // groups * SOURCES + tl.arange(0, SOURCES)
     # programs that lack a source or a read compute the last one again, and their sums are not used
     j = tl.minimum(source, n - 1)
-    x_ptrs, flags = rows_of(table_ptr, 0, j, n, NARROW)
+    x_ptrs, flags = rows_of(table_ptr, 0, j, n, SETTINGS.NARROW)
     source, j, wide = source[None, :, None, None, None], j[None, :, None, None, None], flags[None, :, :, None, None] & 1
     step, lane = tl.arange(0, STEPS)[:, None, None, None, None] * LANES, tl.arange(0, LANES)[None, None, :, None, None]
     c = tl.arange(0, COLUMNS // 4)[None, None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, None, :]
     # a step adds a constant to an address of a thread
-    step_at, at = step * D, lane * D + c + j * 0
-    b_at, to_at = lane * 0 + c + j * D, lane * 0 + c + source * D
+    step_at, at = step * SETTINGS.D, lane * SETTINGS.D + c + j * 0
+    b_at, to_at = lane * 0 + c + j * SETTINGS.D, lane * 0 + c + source * SETTINGS.D
     narrow_ptr, wide_ptr = x_ptrs[0][None, :, :, None, None] + at, x_ptrs[1][None, :, :, None, None] + at
     first = tl.program_id(1) * rows
     padded = tl.cdiv(n, SOURCES) * SOURCES
-    partial_ptr += tl.program_id(1) * tl.cast(groups * FEW_READS * padded, tl.int64) * D
+    partial_ptr += tl.program_id(1) * tl.cast(groups * FEW_READS * padded, tl.int64) * SETTINGS.D
     for row in range(first, min(first + rows, positions), STEPS * LANES):
         p = row + step + lane
         mask_p, scores, sums = (p < positions) | EVEN, (), ()
@@ -212,18 +189,18 @@ def dca_score_bias_grads(
             score_at = (j * reads + min(first_s + s, reads - 1)) * positions + p
             scores += (tl.load(score_ptr + score_at, mask_p, other=0.0),)
             sums += (tl.zeros([STEPS, SOURCES, LANES, COLUMNS // 4, 1], tl.float32),)
-        for start in range(0, D, COLUMNS):
-            mask_c, begin = (start + c < D) | EVEN, tl.cast(row, tl.int64) * D + start
-            x = load_typed((narrow_ptr + begin, wide_ptr + begin), wide, step_at, mask_p & mask_c, KIND)
-            totals, next_grad = (), _grad(grad_ptr, first_s, begin, at, step_at, mask_p & mask_c, positions, D)
+        for start in range(0, SETTINGS.D, COLUMNS):
+            mask_c, begin = (start + c < SETTINGS.D) | EVEN, tl.cast(row, tl.int64) * SETTINGS.D + start
+            x = load_typed((narrow_ptr + begin, wide_ptr + begin), wide, step_at, mask_p & mask_c, SETTINGS.KIND)
+            totals, next_grad = (), _grad(grad_ptr, first_s, begin, at, step_at, mask_p & mask_c, positions, SETTINGS.D)
             for s in tl.static_range(FEW_READS):
                 read, grad = min(first_s + s, reads - 1), next_grad
-                b = load_fp32(b_ptr + (read * n * D + start), b_at, mask_c)
-                to_ptr = partial_ptr + ((first_s + s) * padded * D + start) + to_at
+                b = load_fp32(b_ptr + (read * n * SETTINGS.D + start), b_at, mask_c)
+                to_ptr = partial_ptr + ((first_s + s) * padded * SETTINGS.D + start) + to_at
                 before = tl.load(to_ptr, mask_c & (row > first), other=0.0)
                 if s + 1 < FEW_READS:
                     later = min(first_s + s + 1, reads - 1)
-                    next_grad = _grad(grad_ptr, later, begin, at, step_at, mask_p & mask_c, positions, D)
+                    next_grad = _grad(grad_ptr, later, begin, at, step_at, mask_p & mask_c, positions, SETTINGS.D)
                 # the gate is open where b + score > 0; a product that is added could be fused in one lane only
                 terms = tl.where(b > -scores[s], grad * x, 0.0)
                 totals += (sums[s] + tl.sum(terms, axis=4, keep_dims=True),)
@@ -245,55 +222,33 @@ def _grad(grad_ptr, read, begin, at, step_at, mask, positions, D: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def dca_source_grads(
-    read_ptrs,
-    w_ptr,
-    n,
-    positions,
-    reads,
-    D: tl.constexpr,
-    NARROW: tl.constexpr,
-    KIND: tl.constexpr,
-    COUNT: tl.constexpr,
-):
+def dca_source_grads(read_ptrs, w_ptr, n, positions, reads, SETTINGS, COUNT: tl.constexpr):
     grad_ptr, table_ptr, b_ptr, score_ptr, grad_score_ptr = read_ptrs
-    p, c, at, mask = tile_of_program(positions, D, ROWS)
-    grad = load_reads(grad_ptr, at, mask, positions, reads, D, COUNT)
+    p, c, at, mask = tile_of_program(positions, SETTINGS.D, ROWS)
+    grad = load_reads(grad_ptr, at, mask, positions, reads, SETTINGS.D, COUNT)
     for j in range(n):
         grad_x = tl.zeros([ROWS, WIDTH], tl.float32)
         for s in tl.static_range(COUNT):
-            grad_x += tl.maximum(_gate(b_ptr, score_ptr, s, j, n, p, c, positions, reads, D), 0.0) * grad[s]
+            grad_x += tl.maximum(_gate(b_ptr, score_ptr, s, j, n, p, c, positions, reads, SETTINGS.D), 0.0) * grad[s]
             grad_score = _of_positions(grad_score_ptr, s, j, p, positions, reads)
-            grad_x += grad_score * _of_dimensions(w_ptr, s, j, n, c, reads, D)
-        store_grad(table_ptr, j, at, grad_x, mask, NARROW, KIND)
+            grad_x += grad_score * _of_dimensions(w_ptr, s, j, n, c, reads, SETTINGS.D)
+        store_grad(table_ptr, j, at, grad_x, mask, SETTINGS)
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def dca_gate_grads(
-    table_ptr,
-    grad_score_ptr,
-    partial_ptr,
-    n,
-    positions,
-    reads,
-    rows,
-    D: tl.constexpr,
-    NARROW: tl.constexpr,
-    KIND: tl.constexpr,
-):
+def dca_gate_grads(table_ptr, grad_score_ptr, partial_ptr, n, positions, reads, rows, SETTINGS):
     j, c = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     s, grad_w = tl.arange(0, DOT_READS), tl.zeros([DOT_READS, WIDTH], tl.float32)
     first = tl.program_id(2) * rows
     end = min(first + rows, positions)
     for row in range(first, end, ROWS):
         p = row + tl.arange(0, ROWS)
-        at, mask = tile_at(p, c, end, D)
-        x = load_source(table_ptr, j, at, mask, NARROW, KIND)
+        at, mask = tile_at(p, c, end, SETTINGS.D)
+        x = load_source(table_ptr, j, at, mask, SETTINGS)
         score_at = (j * reads + s)[:, None] * positions + p[None, :]
         grad_score = tl.load(grad_score_ptr + score_at, (s < reads)[:, None] & (p < end)[None, :], other=0.0)
         grad_w = tl.dot(grad_score, x, grad_w, input_precision="tf32x3")
     padded = tl.cdiv(n, SOURCES) * SOURCES
-    partial_ptr += tl.program_id(2) * tl.cast(tl.cdiv(reads, FEW_READS) * FEW_READS * padded, tl.int64) * D
-    tl.store(
-        partial_ptr + ((s * padded + j) * D)[:, None] + c[None, :], grad_w, (s < reads)[:, None] & (c < D)[None, :]
-    )
+    partial_ptr += tl.program_id(2) * tl.cast(tl.cdiv(reads, FEW_READS) * FEW_READS * padded, tl.int64) * SETTINGS.D
+    to_ptr = partial_ptr + ((s * padded + j) * SETTINGS.D)[:, None] + c[None, :]
+    tl.store(to_ptr, grad_w, (s < reads)[:, None] & (c < SETTINGS.D)[None, :])

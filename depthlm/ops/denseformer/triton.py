@@ -73,29 +73,18 @@ def _programs(x: Tensor) -> int:
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["weights_ptr"])
 def denseformer_forward(
-    table_ptr,
-    weights_ptr,
-    start_ptr,
-    out_ptr,
-    n,
-    positions,
-    reads,
-    started,
-    D: tl.constexpr,
-    NARROW: tl.constexpr,
-    KIND: tl.constexpr,
-    COUNT: tl.constexpr,
+    table_ptr, weights_ptr, start_ptr, out_ptr, n, positions, reads, started, SETTINGS, COUNT: tl.constexpr
 ):
-    _, _, at, mask = tile_of_program(positions, D, ROWS)
-    out = load_reads(start_ptr, at, mask & (started != 0), positions, reads, D, COUNT)
+    _, _, at, mask = tile_of_program(positions, SETTINGS.D, ROWS)
+    out = load_reads(start_ptr, at, mask & (started != 0), positions, reads, SETTINGS.D, COUNT)
     for j in range(n):
-        x = load_source(table_ptr, j, at, mask, NARROW, KIND)
+        x = load_source(table_ptr, j, at, mask, SETTINGS)
         sums = ()
         for s in tl.static_range(COUNT):
             weight = tl.load(weights_ptr + s * n + j).to(tl.float32)
             sums += (out[s] + weight * x,)
         out = sums
-    store_reads(out_ptr, at, out, mask, positions, reads, D, COUNT)
+    store_reads(out_ptr, at, out, mask, positions, reads, SETTINGS.D, COUNT)
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["weights_ptr"])
@@ -107,26 +96,24 @@ def denseformer_backward(
     n,
     positions,
     reads,
-    D: tl.constexpr,
-    NARROW: tl.constexpr,
-    KIND: tl.constexpr,
+    SETTINGS,
     COUNT: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    values, program = tl.cast(positions, tl.int64) * D, tl.cast(tl.program_id(0), tl.int64)
+    values, program = tl.cast(positions, tl.int64) * SETTINGS.D, tl.cast(tl.program_id(0), tl.int64)
     v = program * TILE_VALUES + tl.arange(0, TILE_VALUES)
     mask = (v < values) | EVEN
     grads = ()
     for s in tl.static_range(COUNT):
         grads += (load_fp32(grad_ptr + values * s, v, mask),)
     partial_ptr += program * (n * COUNT)
-    x = load_source(table_ptr, 0, v, mask, NARROW, KIND)
+    x = load_source(table_ptr, 0, v, mask, SETTINGS)
     for j in range(n):
         # the next source is loaded while this one is used
-        following = load_source(table_ptr, min(j + 1, n - 1), v, mask, NARROW, KIND)
+        following = load_source(table_ptr, min(j + 1, n - 1), v, mask, SETTINGS)
         grad_x = tl.zeros_like(x)
         for s in tl.static_range(COUNT):
             grad_x += tl.load(weights_ptr + s * n + j).to(tl.float32) * grads[s]
             tl.store(partial_ptr + (j * COUNT + s), tl.sum(grads[s] * x, axis=0))
-        store_grad(table_ptr, j, v, grad_x, mask, NARROW, KIND)
+        store_grad(table_ptr, j, v, grad_x, mask, SETTINGS)
         x = following
