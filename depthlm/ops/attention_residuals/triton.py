@@ -282,7 +282,8 @@ def attention_residuals_backward(
         for first in range(0, started * SETTINGS.D, SETTINGS.WIDTH):
             mask_rw = mask_r[:, None] & (first + w < SETTINGS.D)[None, :]
             products = load_fp32(grad_ptr, row_at + first, mask_rw) * load_fp32(start_ptr, row_at + first, mask_rw)
-            start_value += tl.sum(products, axis=1)
+            # a product that is added could be fused in one lane only
+            start_value += tl.sum(tl.where(mask_rw, products, 0.0), axis=1)
         mask_rc = (p_r[:, None] == p_c[None, :]) & mask_r[:, None] & mask_c[None, :]
         raw_at = ((tl.cast(p_r, tl.int64) * reads + s) * n)[:, None] + j[None, :]
         raw = tl.load(raw_ptr + raw_at, mask_rc, other=0.0)
