@@ -55,8 +55,8 @@ def test_a_step_of_each_preset_stays_within_its_memory_and_the_estimate_equals_i
         assert line["estimated_peak_gib"] == pytest.approx(line["peak_gib"], rel=0.03), preset
         assert not line["host_synchronizations"], preset
         assert not line["parameters_without_gradient"], preset
-        # beyond those of the head
-        assert line["compilations"] - lines["vanilla"]["compilations"] <= 8, preset
+        # beyond those of the head: a version for each dtype of the sources and, in dca, number of reads
+        assert line["compilations"] - lines["vanilla"]["compilations"] <= 16, preset
         # the gradients of sources and of depth entries are summed in the kernels
         assert line["gradient_sums"] <= lines["vanilla"]["gradient_sums"] + 40, preset
 
