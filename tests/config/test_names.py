@@ -77,7 +77,7 @@ CHOICES = {
 }  # fmt: skip
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     *[st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in CHOICES.items()})] * 2,
 )
