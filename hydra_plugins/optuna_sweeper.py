@@ -83,6 +83,7 @@ class OptunaSweeper(Sweeper):
         )
         from optuna.trial import TrialState
 
+        best = None
         interrupted = [trial for trial in study.trials if not trial.state.is_finished() and {*trial.params} == {*axes}]
         for first in range(0, options.n_trials, options.n_jobs):
             batch = range(first, min(first + options.n_jobs, options.n_trials))
@@ -100,10 +101,9 @@ class OptunaSweeper(Sweeper):
                 state = unmeasured if loss is None else TrialState.COMPLETE
                 study.tell(trial.number, loss, state)
                 failed += state == TrialState.FAIL
-            self._write_best(study)
+            best = self._write_best(study)
             if failed > options.max_failure_rate * len(points):
                 sys.exit(f"train.py: {failed} of {len(points)} trials failed, beyond hydra.sweeper.max_failure_rate=")
-        best = self._write_best(study)
         if best is None:
             sys.exit("train.py: no trial has a finite loss")
         trials_text, settings = format_count(len(study.trials), "trial"), " ".join(_settings(best.params))

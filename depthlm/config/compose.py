@@ -30,7 +30,7 @@ from depthlm.config.hydra_context import Files, compose_raw, hydra_at_conf, igno
 from depthlm.config.keys import check_fields, replace_values
 from depthlm.config.names import by_name, named_settings
 from depthlm.config.resolve import COMPOSING, resolve, resolve_saved
-from depthlm.config.saved import code_digests, compare, load_config
+from depthlm.config.saved import code_digests, compare, fixed_changes, load_config
 from depthlm.config.schema import Config
 from depthlm.config.validate.checks import check_machine, check_starts, check_together
 from depthlm.config.validate.explain import explain_overrides, is_odd
@@ -74,14 +74,13 @@ def compose_unchecked(overrides: Sequence[str], config_dir: str | Path | None = 
 
     precision=auto stays auto. Raises ConfigError if a value is not allowed.
     """
-    folder = None if config_dir is None else Path(config_dir)
-    config = _compose_unchecked(tuple(overrides), folder, state_of_files(folder))
+    config = _compose_unchecked(tuple(overrides), config_dir, state_of_files(config_dir))
     # the code of a user may change between two calls
     return replace(config, code=code_digests(config))
 
 
 @functools.lru_cache(maxsize=4096)
-def _compose_unchecked(overrides: tuple[str, ...], config_dir: Path | None, files: Files) -> Config:
+def _compose_unchecked(overrides: tuple[str, ...], config_dir: str | Path | None, files: Files) -> Config:
     # a sweep asks again after each round of its runs
     config, saved = _compose_fields(overrides, config_dir)
     return _resolve(config, overrides, saved, lambda config: "auto", config_dir).config
@@ -107,7 +106,7 @@ class _Resolved(NamedTuple):
 
 
 def _compose_fields(overrides: Sequence[str], config_dir: str | Path | None) -> tuple[Config, Config | None]:
-    """Return the configuration that the overrides compose, and the saved one of the run that `run=` names."""
+    """Return the configuration that the overrides compose, and the resolved one that `run=` or `config=` gives."""
     if isinstance(overrides, str):
         raise ConfigError([f"overrides={overrides!r}: must be a list, as in {overrides.split()}"])
     if config_dir is not None and not Path(config_dir).is_dir():
@@ -118,7 +117,8 @@ def _compose_fields(overrides: Sequence[str], config_dir: str | Path | None) -> 
         )
     file, run = config_file_of(overrides), run_of(overrides)
     if file is not None:
-        return _check_raw(raw_from_file(file, overrides), overrides), None
+        resolved = _check_raw(raw_from_file(file, overrides), overrides)
+        return resolved, resolved
     if run is not None:
         saved = load_config(run)
         return _check_raw(raw_from_run(run, saved, overrides, config_dir), overrides), saved
@@ -153,9 +153,7 @@ def _resolve(
     given = {name.lstrip("~") for name in by_name(own_texts)}
     points = [point for point in config.experiment.points if isinstance(point, dict)]
     starts = {str(name) for point in points for name, value in point.items() if str(value).startswith("@")}
-    if config_file_of(overrides) is not None:
-        config = resolve_saved(config, {"model.name"}, [], config_dir)
-    elif saved is None:
+    if saved is None:
         config = resolve(config, given, own_texts, config_dir)
     else:
         # only another mechanism needs a new name
@@ -178,7 +176,7 @@ def _direct_differences(
     saved: Config, config: Config, overrides: Sequence[str], config_dir: str | Path | None
 ) -> dict[str, str] | None:
     """Return the differences of the command without `run=` that composes a derived configuration; None without one."""
-    if not compare(asdict(saved), asdict(config)):
+    if not fixed_changes(saved, config):
         return saved.differences
     texts = replace_settings(direct_overrides(saved, config_dir), overrides)
     with suppress(UserError, *COMPOSING):

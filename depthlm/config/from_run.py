@@ -17,7 +17,7 @@ from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at
 from depthlm.config.keys import keys, on_resume, value_at
 from depthlm.config.names import by_name, derived_name, is_key, run_name
 from depthlm.config.resolve import ALTERNATIVES, LENGTHS
-from depthlm.config.saved import as_text, check_reach, check_trusted, compare, load_config, read_config, targets
+from depthlm.config.saved import as_text, check_reach, check_trusted, fixed_changes, load_config, read_config, targets
 from depthlm.config.schema import Config
 from depthlm.config.validate.explain import OPEN, explain_overrides, not_an_override, one_line
 from depthlm.errors import UserError
@@ -139,7 +139,7 @@ def keeps_mechanism(saved: Config, config: Config) -> bool:
 
 def changes(run: Path, config: Config) -> dict[str, str]:
     """Return the settings that make this a different run from the one it derives from, each with both values."""
-    return fixed_changes(load_config(run), config)
+    return _changes(load_config(run), config)
 
 
 def direct_overrides(config: Config, config_dir: str | Path | None = None) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def directory_of(run: Path, saved: Config, config: Config, overrides: Sequence[s
     """
     if by_name(overrides).get("output_dir", "null") != "null":
         return str(config.output_dir)
-    if not fixed_changes(saved, config):
+    if not _changes(saved, config):
         return str(run)
     # "." and ".." have a name only after they are resolved
     origin = run if run.name.strip(".") else run.resolve()
@@ -194,11 +194,9 @@ def directory_of(run: Path, saved: Config, config: Config, overrides: Sequence[s
     return str(origin.parent / name)
 
 
-def fixed_changes(saved: Config, config: Config) -> dict[str, str]:
-    """Return the settings that make this another run than a saved one, each with both values."""
+def _changes(saved: Config, config: Config) -> dict[str, str]:
     extending = {*LENGTHS} if config.resume == "extend" else set()
-    differences = compare(asdict(saved), asdict(config))
-    return {name: text for name, text in differences.items() if on_resume(name) == "fixed" and name not in extending}
+    return {name: text for name, text in fixed_changes(saved, config).items() if name not in extending}
 
 
 def _parse(

@@ -100,11 +100,11 @@ def _is_composed(override: Override, groups: Set[str]) -> bool:
 Files = tuple[tuple[str, int, int], ...]
 
 
-def state_of_files(folder: Path | None) -> Files:
+def state_of_files(folder: str | Path | None) -> Files:
     """Return the configuration files of a folder with their times and sizes."""
     if folder is None:
         return ()
-    states = ((str(file), file.stat()) for file in sorted(folder.rglob("*.yaml")) if file.is_file())
+    states = ((str(file), file.stat()) for file in sorted(Path(folder).rglob("*.yaml")) if file.is_file())
     return tuple((name, state.st_mtime_ns, state.st_size) for name, state in states)
 
 

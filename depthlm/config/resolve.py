@@ -82,17 +82,17 @@ def find_differences(config: Config, overrides: Sequence[str], config_dir: str |
     given, values = named_settings(overrides), asdict(config)
     # an alternative that is given replaces it
     given = {name: text for name, text in given.items() if text != "null" or not _alternatives(name) & given.keys()}
-    folder = None if config_dir is None else Path(config_dir)
+    files = state_of_files(config_dir)
+    options = {name for name in given if not is_key(name)} - (SET_BY_BUDGET if "budget" in given else set())
     # composing an option takes long, so these are compared with those of the experiment alone, which all points share
     own = tuple(text for text in overrides if "experiment" in _names_of(text))
-    plain = _compose_from(own, folder, state_of_files(folder))
-    options = {name for name in given if not is_key(name)} - (SET_BY_BUDGET if "budget" in given else set())
+    plain = _compose_from(own, config_dir, files) if options else None
     needed = {name for name in options if plain is None or not _is_same(name, plain, values)}
     guessed: set[str] = set()
 
     def compose_with(names: Set[str]) -> dict[str, Any] | None:
         rest = [text for text in overrides if all(n in names or n not in given for n in _names_of(text))]
-        return _compose_from(tuple(rest), folder, state_of_files(folder))
+        return _compose_from(tuple(rest), config_dir, files)
 
     while needed != given.keys():
         composed = compose_with(needed)
@@ -114,7 +114,7 @@ def find_differences(config: Config, overrides: Sequence[str], config_dir: str |
 
 
 @functools.lru_cache(maxsize=1024)
-def _compose_from(overrides: tuple[str, ...], config_dir: Path | None, files: Files) -> dict[str, Any] | None:
+def _compose_from(overrides: tuple[str, ...], config_dir: str | Path | None, files: Files) -> dict[str, Any] | None:
     """Return the values that overrides compose, before those that follow from the tokenizer; None for invalid ones."""
     with hydra_at_conf(), suppress(*COMPOSING):
         config, _ = check_fields(compose_raw(overrides, config_dir))

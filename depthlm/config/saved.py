@@ -138,6 +138,12 @@ def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:
     return differences
 
 
+def fixed_changes(saved: Config, config: Config) -> dict[str, str]:
+    """Return the settings that make a configuration another run than a saved one, each with both values."""
+    differences = compare(asdict(saved), asdict(config))
+    return {name: text for name, text in differences.items() if on_resume(name) == "fixed"}
+
+
 def _default(name: str, settings: Mapping[str, Any]) -> Any:
     """Return the default of a key or of a section of keys; settings: those of its group."""
     group, _, key = name.rpartition(".")

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from depthlm.config import Config
-from depthlm.config.keys import flatten, on_resume
+from depthlm.config.keys import flatten
 from depthlm.config.resolve import LENGTHS
-from depthlm.config.saved import compare, load_config, signed_config_text
+from depthlm.config.saved import compare, fixed_changes, load_config, signed_config_text
 from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError
 from depthlm.files import make_folder, open_appending, read_json, read_text, read_yaml, replace_text
@@ -246,11 +246,10 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
     if summary is None and not run.checkpoint_folders() and not run.saved.exists():
         # the run failed before its first checkpoint, so a new attempt loses nothing
         return None
-    differences = compare(dataclasses.asdict(load_config(directory)), dataclasses.asdict(config))
-    extending = LENGTHS if config.resume == "extend" else ()
-    refused = {name for name in differences if on_resume(name) == "fixed" and name not in extending}
+    changed = fixed_changes(load_config(directory), config)
+    refused = changed.keys() - ({*LENGTHS} if config.resume == "extend" else set())
     if refused:
-        lines = "\n".join(f"  - {name}: {differences[name]}" for name in sorted(refused))
+        lines = "\n".join(f"  - {name}: {changed[name]}" for name in sorted(refused))
         longer = "resume=extend allows another length. " if refused <= {*LENGTHS} else ""
         has_other_code = any(name.startswith("code.") for name in refused)
         remedy = (
@@ -263,7 +262,7 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
             f"{longer}{remedy} to resume it, or give another directory, as in output_dir={directory}-2; there "
             f"fork_from={directory} continues from its state, and init_from={directory} starts with its weights"
         )
-    if differences.keys() & {*LENGTHS}:
+    if changed.keys() & {*LENGTHS}:
         return None
     lost_its_last = (
         config.resume == "retrain" and summary is not None and not has_checkpoint(directory, summary["steps"])

@@ -18,14 +18,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 from depthlm.config.arguments import describe_keys
 from depthlm.config.compose import compose_anywhere
-from depthlm.config.keys import on_resume
-from depthlm.config.saved import compare, config_text, load_config
+from depthlm.config.saved import config_text, fixed_changes, load_config
 from depthlm.errors import UserError
 from depthlm.files import open_appending
 from depthlm.locations import CONF, IS_CHECKOUT, PACKAGE, REPOSITORY
@@ -144,8 +143,8 @@ def is_done(point: Point) -> bool:
     The check of its start reports what is damaged.
     """
     with suppress(UserError):
-        changed = compare(asdict(load_config(Path(point.directory))), asdict(point.config_elsewhere()))
-        return has_result(point, read_run(point.directory)) and not any(on_resume(key) == "fixed" for key in changed)
+        changed = fixed_changes(load_config(Path(point.directory)), point.config_elsewhere())
+        return has_result(point, read_run(point.directory)) and not changed
     return False
 
 
