@@ -38,6 +38,7 @@ def build_model(config: Config, device: str | torch.device = "cpu") -> Decoder:
         )
     parametrize_as(config, model)
     model.kernels = config.kernels
+    model.fp32_residual = config.precision.fp32_residual
     if torch.device(device).type != "meta":
         draw_weights(config, model, device)
     return model

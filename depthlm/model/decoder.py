@@ -25,6 +25,7 @@ from depthlm.model.parameters import Factors
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.backend import fused, using
 from depthlm.ops.dropout import Dropout, apply_dropout
+from depthlm.ops.dtypes import compute_dtype
 
 # recompute everything but matrix products and attention over the sequence
 SELECTIVE = "selective"
@@ -67,6 +68,8 @@ class Decoder(nn.Module):
     kept_sources: of a pruned model, the sources that its reads keep (see `depthlm.model.edges.Kept`).
     activation_checkpointing: what the backward pass recomputes (see `recompute_layer`).
     kernels: the implementation of the operators over depth: auto, triton or torch (`depthlm.ops.backend`).
+    fp32_residual: whether the residual stream, streams and sources stay in fp32 under autocast; otherwise they have the
+        dtype of matrix products.
     end_of_text: the token that ends a document. With it, tokens attend only within their document and positions start
         at 0 in each document, so the logits equal those of the document alone. None: each sequence is one document.
     end_of_text_begins: whether that token belongs to the document after it, as its BOS token.
@@ -92,6 +95,7 @@ class Decoder(nn.Module):
         self.activation_checkpointing: bool | int | str = False
         self.is_compiled = False
         self.kernels = "auto"
+        self.fp32_residual = False
         self.factors: dict[str, Factors] = {}
         self.end_of_text: int | None = None
         self.end_of_text_begins = False
@@ -193,6 +197,8 @@ class Decoder(nn.Module):
         dropout = Dropout(self.backbone.dropout, seeds_b) if self.backbone.dropout and seeds_b is not None else None
         if after is None:
             embedding_btd = apply_dropout(self.embedding(tokens_bt, positions), dropout, 0)
+            if not self.fp32_residual:
+                embedding_btd = embedding_btd.to(compute_dtype(embedding_btd))
             observer.open(embedding_btd)
             after = Prefix(0, self.connections[0].open(embedding_btd), self._open_depth())
         (first, state, depth), routings = after, []

@@ -1,6 +1,11 @@
+from typing import Any
+
+import pytest
 import torch
 
 from depthlm.model.layers import apply_rope, rope_tables, sinusoids
+
+from .conftest import PRESETS
 
 
 def test_rope_is_precise_in_bf16():
@@ -16,3 +21,12 @@ def test_sinusoids():
     torch.testing.assert_close(table[:, 0], torch.arange(5.0).sin())
     torch.testing.assert_close(table[:, 5], (torch.arange(5.0) * 1e-4).cos())
     assert (table[:, 6] == 0).all()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_residual_stream_has_the_dtype_of_matrix_products_or_fp32(build: Any, preset: str) -> None:
+    model, tokens = build(f"model={preset}"), torch.arange(16)[None]
+    for model.fp32_residual, dtype in ((False, torch.bfloat16), (True, torch.float32)):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model.hidden(tokens).dtype == dtype
+    assert model.hidden(tokens).dtype == torch.float32

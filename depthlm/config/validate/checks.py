@@ -253,6 +253,11 @@ def _check_sharding(config: Config) -> list[str]:
             f"deepspeed.offload={config.deepspeed.offload} with deepspeed.stage={config.deepspeed.stage}: only ZeRO 3 "
             "can offload its shards; allowed: deepspeed=zero3_offload"
         ]
+    if config.precision.fp32_residual and config.precision.name != "fp32" and config.deepspeed.stage > 0:
+        return [
+            f"precision.fp32_residual=true with deepspeed.stage={config.deepspeed.stage}: needs fp32 weights under "
+            "autocast; use deepspeed=zero0 or precision=fp32"
+        ]
     if config.deepspeed.stage == 3 and config.training.compile is True:
         return [
             "training.compile=true with deepspeed.stage=3: torch.compile cannot follow weights that ZeRO 3 frees; "

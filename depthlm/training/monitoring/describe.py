@@ -207,7 +207,9 @@ def dtypes(config: Config, model: Decoder) -> str:
     weights = "fp32" if sharding.stage == 0 else name
     reduced = weights if sharding.communication_data_type == "auto" else sharding.communication_data_type
     if weights == "fp32":
-        computed = "fp32" if name == "fp32" else f"fp32 weights, {name} matrix products (autocast)"
+        residual = "fp32" if config.precision.fp32_residual else name
+        autocast = f"fp32 weights, {name} matrix products (autocast), residual stream in {residual}"
+        computed = "fp32" if name == "fp32" else autocast
         return f"{computed}; gradients accumulated in fp32, reduced in {reduced}"
     scale = f"; loss scale from {2**config.precision.initial_scale_power}, dynamic" if name == "fp16" else ""
     in_fp32 = sorted({name.rpartition(".")[2] for name in fp32_parameters(model)})

@@ -95,6 +95,7 @@ BROKEN = [
     (["output_dir="], ["output_dir=", "empty"]),
     (["deepspeed=zero2", "deepspeed.offload=cpu"], ["deepspeed.offload=cpu", "deepspeed=zero3_offload"]),
     (["deepspeed.experts=2"], ["deepspeed.experts=2: backbone.mlp=", "has no experts"]),
+    (["precision=bf16", "deepspeed=zero1", "precision.fp32_residual=true"], ["deepspeed.stage=1", "deepspeed=zero0"]),
     (["backbone=qwen3_moe", "deepspeed.experts=3"], ["deepspeed.experts=3: must divide size.num_experts=8", "1, 2"]),
     (["backbone=olmoe", "deepspeed=zero3", "deepspeed.experts=2"], ["deepspeed.stage=3", "zero0, zero1 or zero2"]),
     (["model=dca", "model.connection.gate=soft"], ["model.connection.gate=soft: must be one of relu_of_sum, printed"]),
