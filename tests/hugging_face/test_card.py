@@ -77,15 +77,6 @@ def test_the_card_of_a_complete_run(make_run: MakeRun) -> None:
     assert compare(asdict(load_config(run)), asdict(compose_anywhere(overrides))) == {}
 
 
-def test_a_run_without_a_validation_has_its_training_loss(make_run: MakeRun) -> None:
-    run = make_run("backbone=kimi_linear", "size.num_layers=9")
-    write(run, metrics=[{"step": 1, "tokens": 256, "loss": 5.0, "mean_loss": 5.5}])
-    text = card_of(run).text
-    assert "| training | 5.5000 |" in text
-    assert "Training: mean over the last logging interval." in text
-    assert "| mixers | delta in 6 layers, latent in 3 layers |" in text
-
-
 def test_a_checkpoint_before_the_end_has_its_own_losses_and_no_result(make_run: MakeRun) -> None:
     run = make_run("training.max_steps=9")
     write(run, metrics=ROWS, evaluation={"step": 2, "validation/local/loss": 0.5})
@@ -105,7 +96,7 @@ def test_an_evaluation_replaces_the_losses_of_training(make_run: MakeRun) -> Non
     assert "Validation: whole sets, after step 1." in text
 
 
-@pytest.mark.parametrize("environment", [None, [], {"versions": 1, "git": "x", "world_size": "y", "device": 3}])
+@pytest.mark.parametrize("environment", [None, {"versions": 1, "git": "x", "world_size": "y", "device": 3}])
 def test_a_run_that_lacks_files_is_exported_with_a_shorter_card(make_run: MakeRun, environment: object) -> None:
     run = make_run()
     if environment is not None:

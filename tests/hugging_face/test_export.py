@@ -28,21 +28,16 @@ NATIVE = {
     "vanilla": [],
     "vanilla, tied": ["backbone.tie_embeddings=true", "backbone.attention_bias=true"],
     "vanilla, olmo2": ["backbone=olmo2", "backbone.norm_eps=1e-6", "backbone.rope_theta=500000"],
-    "vanilla, experts": ["backbone=qwen3_moe"],
     "vanilla, kimi": ["backbone=kimi_linear", "size.num_layers=4"],
 }
 OTHERS = {
     "odd width": ["backbone=lm1b", "size.hidden_size=33"],
     "loops, documents": ["model.loops=2", "data.document_mask=true"],
     "shared experts": ["backbone=olmoe", "backbone.shared_experts=1", "backbone.dense_layers=1"],
-    "kimi, one expert": [
-        "backbone=kimi_linear", "size.num_layers=4", "size.num_experts=1", "size.experts_per_token=1",
-    ],
     "kimi, one expert per group": [
         "backbone=kimi_linear", "size.num_layers=4", "size.num_experts=4", "backbone.router_groups=4",
         "backbone.router_groups_kept=4",
     ],
-    "only delta": ["backbone=kimi_linear", "backbone.mixers=[delta]"],
     "delta and attention": ["model=moda", "backbone.mixers=[delta,attention]", "size.num_layers=3", "model.loops=2"],
 }  # fmt: skip
 # each connection with one of the attentions, on one of the backbones, with or without a mask
@@ -62,8 +57,8 @@ MECHANISMS = {
 }  # fmt: skip
 CASES = NATIVE | OTHERS | MECHANISMS
 OWN = "of a reader, edited since"
-# in the default suite: a native type, a connection, an attention, and a mechanism of a reader
-DEFAULT = {"vanilla, olmo2", "delta and attention", "dca", OWN}
+# in the default suite: a native type, an attention, and a connection of a reader
+DEFAULT = {"vanilla, olmo2", "delta and attention", OWN}
 TEXTS = ["the depth", "a<|endoftext|>b", "naïve"]
 PARTS = {
     "connection": '''"""A connection in two files."""

@@ -11,7 +11,6 @@ import pytest
 from safetensors import SafetensorError
 from tokenizers import Tokenizer as Encoder
 
-from depthlm.__main__ import main
 from depthlm.data import Tokenizer, bytes_tokenizer
 from depthlm.errors import UserError
 from depthlm.files import replace_folder
@@ -80,9 +79,7 @@ def test_files_that_no_export_wrote_are_kept(make_run: MakeRun, tmp_path: Path) 
     assert contents(to) == before
     (to / "notes.md").unlink()
     (to / "README.md").write_text("my own words")
-    with pytest.raises(
-        UserError, match=r"README.md was edited since the export, and would be lost; move it, give a new"
-    ):
+    with pytest.raises(UserError, match=r"README.md was edited since the export, and would be lost; move it"):
         export(run, to)
     assert (to / "README.md").read_text() == "my own words"
 
@@ -122,22 +119,19 @@ MODULES = {
     "imports_whole": ("import depthlm.model.layers\n", "import depthlm.model.layers: .* write `from depthlm"),
     "imports_package": ("from depthlm.model import layers\n", "from depthlm.model import layers: .* defines them"),
     "needs_more": ("import pytest\n", "import of pytest: .* only need PyTorch, transformers and NumPy"),
-    "needs_training": ("from depthlm.config.schema import Config\nimport omegaconf\n", "import of omegaconf"),
-    "needs_other": ("from needs_more import x\n", "needs_more.py:1: import of pytest"),
+    "needs_other": ("from needs_more import x\n", "import of pytest"),
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
 def test_code_that_cannot_be_exported_is_reported_with_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module, (text, _) in MODULES.items():
         (tmp_path / f"{module}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(
-        UserError, match=rf"\w+.py:\d: {MODULES[name][1]}" if name != "needs_other" else MODULES[name][1]
-    ):
-        collect([name])
+    for module, (_, message) in MODULES.items():
+        with pytest.raises(UserError, match=rf"\w+.py:1: {message}"):
+            collect([module])
 
 
 def test_only_imports_of_copied_code_are_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,25 +153,6 @@ def test_only_imports_of_copied_code_are_changed(tmp_path: Path, monkeypatch: py
     assert texts["beside"] == "from .reader_main import f\n"
     expected = text.replace("from depthlm.model.shape", "from .depthlm_model_shape").replace(".part", ".reader_part")
     assert texts["reader.main"] == expected
-
-
-def test_the_command_prints_files_and_loading_code(
-    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, to = make_run("model=moda"), tmp_path / "export"
-    monkeypatch.setattr(sys, "argv", ["depthlm", "export", f"run={run}", f"to={to}"])
-    main()
-    output = capsys.readouterr().out
-    assert f"{to}: depthlm, " in output
-    assert "modeling_depthlm.py" in output
-    assert f"AutoModelForCausalLM.from_pretrained('{to}', trust_remote_code=True)" in output
-    monkeypatch.setattr(sys, "argv", ["depthlm", "export", "too=x"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    errors = capsys.readouterr().err
-    assert "did you mean `to`?" in errors
-    assert "run=...: is missing" in errors
 
 
 def test_without_transformers_the_error_names_the_extra(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

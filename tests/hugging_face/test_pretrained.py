@@ -20,8 +20,6 @@ from depthlm.runs.records import read_metrics
 from depthlm.training import train
 from depthlm.training.checkpoint.init_from import copy_weights
 
-from ..two_ranks import TwoRanks, train_on_ranks
-
 pytestmark = pytest.mark.usefixtures("only_steps")
 Overrides = Callable[..., list[str]]
 SIZE: dict[str, Any] = {
@@ -60,25 +58,21 @@ def make_folder(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)])
+# a checkpoint of the hub has each expert by itself
 @pytest.mark.parametrize(
-    ("kind", "settings", "ours"),
+    ("kind", "shards", "settings", "ours"),
     [
-        ("qwen3_moe", {"moe_intermediate_size": 24, "norm_topk_prob": True}, "router_normalize=true norm_eps=1e-6"),
-        ("olmoe", {"intermediate_size": 24, "head_dim": 12}, "norm_eps=1e-5"),
+        ("qwen3_moe", "10MB", {"moe_intermediate_size": 24, "norm_topk_prob": True},
+         "router_normalize=true norm_eps=1e-6"),
+        pytest.param("olmoe", "20KB", {"intermediate_size": 24, "head_dim": 12}, "norm_eps=1e-5",
+                     marks=pytest.mark.slow),
     ],
-)
+)  # fmt: skip
 def test_experts_are_read_and_written_as_transformers_does(
-    small_run: Overrides,
-    make_folder: Callable[..., Path],
-    tmp_path: Path,
-    kind: str,
-    settings: dict,
+    small_run: Overrides, make_folder: Callable[..., Path], tmp_path: Path, kind: str, shards: str, settings: dict,
     ours: str,
-    whole: bool,
-) -> None:
-    # a checkpoint of the hub has each expert by itself
-    folder = make_folder(kind, "10MB" if whole else "20KB", num_experts=6, num_experts_per_tok=2, **settings)
+) -> None:  # fmt: skip
+    folder = make_folder(kind, shards, num_experts=6, num_experts_per_tok=2, **settings)
     overrides = small_run(
         *OURS, f"backbone={kind}", *(f"backbone.{setting}" for setting in ours.split()), "backbone.rope_theta=10000",
         "size.num_experts=6", "size.expert_size=24", f"size.head_size={settings.get('head_dim', 16)}",
@@ -95,15 +89,7 @@ def test_experts_are_read_and_written_as_transformers_does(
         torch.testing.assert_close(model(tokens), again(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "tie"),
-    [
-        ("qwen3", True),
-        ("olmo2", False),
-        pytest.param("qwen3", False, marks=pytest.mark.slow),
-        pytest.param("olmo2", True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("kind", "tie"), [("qwen3", True), ("olmo2", False)])
 def test_logits_equal_those_of_transformers(
     small_run: Overrides, make_folder: Callable[..., Path], kind: str, tie: bool
 ) -> None:
@@ -172,35 +158,12 @@ def test_another_tokenizer_is_refused(small_run: Overrides, make_folder: Callabl
         train(config)
 
 
-@pytest.mark.slow
-def test_two_ranks_load_the_same_weights(
-    small_run: Overrides, make_folder: Callable[..., Path], tmp_path: Path, two_ranks: TwoRanks
-) -> None:
-    folder = make_folder("olmo2")
-    overrides = [*OURS, "backbone=olmo2", "backbone.tie_embeddings=false", f"init_from={folder}"]
-    overrides.append("training.max_steps=1")
-    assert train(depthlm.compose(small_run(*overrides, name="one"))) == 0
-    for stage in ("zero0", "zero3"):
-        given = small_run(*overrides, f"deepspeed={stage}", name=stage)
-        assert two_ranks(train_on_ranks, given) == [0, 0]
-        first, alone = (next(iter(read_metrics(tmp_path / name / "metrics.jsonl")))["loss"] for name in (stage, "one"))
-        assert first == pytest.approx(alone, rel=1e-5)
-    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text().replace('"a":97', '"a":298'))
-    errors = two_ranks(train_on_ranks, small_run(*overrides, name="wrong"))
-    assert errors[0] == errors[1]
-    assert "its tokenizer differs from the run's" in errors[0]
-
-
 def edit(**changes: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         file = folder / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
     return change
-
-
-def only_pickles(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
 def outside(name: str) -> Callable[[Path], None]:
@@ -211,25 +174,14 @@ def outside(name: str) -> Callable[[Path], None]:
         (folder / "model.safetensors").rename(moved)
         if name == "link.safetensors":
             (folder / name).symlink_to(moved)
-        index = {"weight_map": {"a": str(moved) if name == "absolute" else name}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
 
     return change
 
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "other type": (
-        edit(model_type="llama"),
-        r"model_type llama; allowed: qwen3, olmo2, qwen3_moe, olmoe, kimi_linear, depthlm",
-    ),
-    "rope scaling": (
-        edit(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
-        "rope scaling yarn, which is not supported",
-    ),
-    "rope scaling, older home and name": (
-        edit(rope_scaling={"type": "linear", "factor": 2.0}),
-        "rope scaling linear, which is not supported",
-    ),
+    "other type": (edit(model_type="llama"), "model_type llama; allowed: qwen3, olmo2, qwen3_moe, .*, depthlm"),
+    "rope scaling": (edit(rope_scaling={"type": "linear", "factor": 2.0}), "rope scaling linear, which is not supp"),
     "rope of each layer type": (
         edit(
             layer_types=["full_attention", "chunked_attention", "full_attention"],
@@ -240,16 +192,13 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "window": (edit(use_sliding_window=True), "sliding-window attention, which is not supported"),
     "quantized": (edit(quantization_config={"bits": 4}), "quantized weights"),
     "no width": (edit(hidden_size=None), "size.hidden_size=48: the weights have null"),
-    "not JSON": (
-        lambda folder: (folder / "config.json").write_text("{"),
-        "config.json is not the configuration of a model",
-    ),
+    "not JSON": (lambda folder: (folder / "config.json").write_text("{"), "not the configuration of a model"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
     "above": (outside("../moved.safetensors"), "is not inside the folder"),
-    "absolute": (outside("absolute"), "is not inside the folder"),
     "link": (outside("link.safetensors"), "is not inside the folder"),
-    "pickled": (only_pickles, r"its weights are pickled .* save_pretrained"),
-}
+    "pickled": (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+                r"its weights are pickled .* save_pretrained"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -265,7 +214,6 @@ def test_unsupported_and_broken_folders_are_refused(
 
 ROPES: dict[str, dict[str, Any]] = {
     "default as scaling": {"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}},
-    "null as scaling": {"rope_scaling": None},
     "scaling before parameters": {"rope_scaling": {"type": "default"}, "rope_theta": 3e5},
     "theta in both places": {"rope_parameters": {"rope_theta": 2e5}, "rope_theta": 3e5},
     "of the only layer type": {"rope_parameters": {"full_attention": {"rope_theta": 4e5, "rope_type": "default"}}},
@@ -297,19 +245,11 @@ def test_the_default_head_size_is_that_of_transformers(make_folder: Callable[...
 def test_the_single_file_of_weights_comes_before_an_index(make_folder: Callable[..., Path]) -> None:
     folder = make_folder("qwen3", shards="100KB")
     new = load_weights(read_pretrained(folder))
-    for part in folder.glob("model-*"):
-        (folder / "old").mkdir(exist_ok=True)
-        part.rename(folder / "old" / part.name)
     save_file({"model.norm.weight": new["final_norm.weight"] + 1}, folder / "model.safetensors")
     assert (folder / "model.safetensors.index.json").is_file()
-    # with the shards of the index, and without
-    for restored in (False, True):
-        if restored:
-            for part in (folder / "old").iterdir():
-                part.rename(folder / part.name)
-        weights = load_weights(read_pretrained(folder))
-        assert weights.keys() == {"final_norm.weight"}
-        assert torch.equal(weights["final_norm.weight"], new["final_norm.weight"] + 1)
+    weights = load_weights(read_pretrained(folder))
+    assert weights.keys() == {"final_norm.weight"}
+    assert torch.equal(weights["final_norm.weight"], new["final_norm.weight"] + 1)
 
 
 @pytest.mark.parametrize("stored", ["another head", "the same head", "only the head"])
@@ -330,13 +270,15 @@ def test_a_tied_head_is_what_the_weights_say(make_folder: Callable[..., Path], s
     assert torch.equal(ours.get("head.weight", ours["embedding.weight"]), theirs.get_output_embeddings().weight)
 
 
-def test_the_code_in_a_folder_does_not_run(
+def test_the_code_in_a_folder_does_not_run_and_resuming_does_not_need_the_folder(
     small_run: Overrides, make_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = make_folder("qwen3")
     edit(auto_map=dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "intruder.Intruder"))(folder)
     (folder / "intruder.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'trace')!r})\nclass Intruder: pass\n")
-    overrides = small_run(*OURS, "backbone.norm_eps=1e-6", f"init_from={folder}", "training.max_steps=1")
+    overrides = small_run(*OURS, "backbone.norm_eps=1e-6", f"init_from={folder}", "training.max_steps=2")
+    assert train(depthlm.compose([*overrides, "training.stop_after=1"])) == 0
+    shutil.rmtree(folder)
     assert train(depthlm.compose(overrides)) == 0
     assert not (tmp_path / "trace").exists()
 
@@ -347,11 +289,3 @@ def test_an_error_names_a_torn_weight_file(small_run: Overrides, make_folder: Ca
     (folder / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(UserError, match=r"model.safetensors cannot be read"):
         train(config)
-
-
-def test_resuming_does_not_need_the_folder(small_run: Overrides, make_folder: Callable[..., Path]) -> None:
-    folder = make_folder("qwen3")
-    overrides = small_run(*OURS, "backbone.norm_eps=1e-6", f"init_from={folder}", "training.max_steps=2")
-    assert train(depthlm.compose([*overrides, "training.stop_after=1"])) == 0
-    shutil.rmtree(folder)
-    assert train(depthlm.compose(overrides)) == 0

@@ -48,18 +48,18 @@ def test_a_mixture_logs_the_share_and_epochs_of_each_source_and_resumes_as_if_un
 
 
 def test_every_validation_set_has_a_loss_and_a_perplexity(train_run: TrainRun, corpus_folder: Path) -> None:
-    names = [f"domain{n}" for n in range(10)]
+    names = [f"domain{n}" for n in range(3)]
     sets = {name: f"{{source: {corpus_folder}, files: '*{n}.txt'}}" for n, name in enumerate(names)}
     given = "data.validation={" + ", ".join(f"{name}: {entry}" for name, entry in sets.items()) + "}"
-    run = train_run(given, "training.max_steps=4", "data.path=null")
+    run = train_run(given, "training.max_steps=1", "data.path=null")
     last, summary = rows(run)[-1], read_json(run / "summary.json")
     for name in ["local", *names]:
         loss = last[f"validation/{name}/loss"]
         assert last[f"validation/{name}/perplexity"] == pytest.approx(math.exp(loss))
         assert summary[f"validation/{name}/loss"] == loss
-    mean = sum(last[f"validation/{name}/loss"] for name in ["local", *names]) / 11
+    mean = sum(last[f"validation/{name}/loss"] for name in ["local", *names]) / 4
     assert summary["validation_loss"] == pytest.approx(mean)
-    assert len({last[f"validation/{name}/loss"] for name in names}) == 10
+    assert len({last[f"validation/{name}/loss"] for name in names}) == 3
 
 
 def test_a_run_of_epochs_is_as_long_as_its_corpus(train_run: TrainRun, small_run: Overrides) -> None:
@@ -73,12 +73,10 @@ def test_a_run_of_epochs_is_as_long_as_its_corpus(train_run: TrainRun, small_run
         train(depthlm.compose(small_run(*settings, *warmup, name="b")))
 
 
-def test_the_shuffle_seed_changes_only_the_order_of_the_data(train_run: TrainRun) -> None:
-    one, same, other = (
-        losses(train_run("seed=1", f"data.shuffle_seed={seed}", "training.max_steps=2", name=str(seed)))
-        for seed in ("null", 1, 2)
+def test_the_shuffle_seed_changes_the_order_of_the_data(train_run: TrainRun) -> None:
+    one, other = (
+        losses(train_run(f"data.shuffle_seed={seed}", "training.max_steps=2", name=str(seed))) for seed in ("null", 2)
     )
-    assert one == same
     assert one[1:] != other[1:]
 
 

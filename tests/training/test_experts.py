@@ -50,7 +50,7 @@ def test_two_ranks_equal_one_and_a_resumed_run_equals_both(train_run: TrainRun, 
 def test_a_run_logs_the_routers_and_the_activated_parameters(
     train_run: TrainRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = train_run(*ROUTERS, "backbone.dense_layers=1")
+    run = train_run(*ROUTERS, "backbone.dense_layers=1", "training.max_steps=1")
     assert "activated by a token" in capsys.readouterr().out
     row = next(iter(read_metrics(run / "metrics.jsonl")))
     assert 1 <= row["router/largest_load"] <= 4
@@ -64,7 +64,7 @@ def test_a_run_logs_the_routers_and_the_activated_parameters(
 
 def test_a_skipped_step_does_not_change_the_biases(train_run: TrainRun) -> None:
     given = (*ROUTERS, "training.on_spike=skip", "training.spike_deviations=1e-3", "training.spike_window=4",
-             "training.max_steps=20", "optimizer.lr=1e-9", "training.max_skipped=20")  # fmt: skip
+             "training.max_steps=12", "optimizer.lr=1e-9", "training.max_skipped=20")  # fmt: skip
     run = train_run(*given)
     rows = records(run)
     skipped = {row["step"] for row in bad_batches(run)}
@@ -79,7 +79,6 @@ def test_impossible_routers_are_refused(small_run: Overrides) -> None:
         (["backbone.router_groups=3"], "backbone.router_groups=3: must divide size.num_experts=8; allowed: 1, 2, 4, 8"),
         (["backbone.router_groups=2", "backbone.router_groups_kept=3"], "router_groups_kept=3: there are only"),
         (["backbone.router_groups=8"], "a group needs at least two of the 8 experts"),
-        (["size.experts_per_token=9"], "size.experts_per_token=9: only 8 experts can be chosen"),
         (["backbone.router_groups=4", "size.experts_per_token=3"], "only 2 experts can be chosen"),
     ):
         with pytest.raises(ConfigError, match=message):

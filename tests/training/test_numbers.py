@@ -20,12 +20,6 @@ from depthlm.training.step import train_step
 from .run_files import Overrides
 from .synthetic import built, losses, synthetic_tokens
 
-
-def test_accumulation_equals_one_large_batch_in_bf16(small_run: Overrides) -> None:
-    at_once, split = (losses(small_run("precision=bf16", f"training.micro_batch_size={size}"), 5) for size in (4, 1))
-    torch.testing.assert_close(at_once, split, rtol=3e-3, atol=0)
-
-
 # every stage, and every precision
 QUICK_UPDATES = [("zero0", "bf16", 1e-4), ("zero2", "fp16", 1e-4), ("zero3", "fp32", 1e-6)]
 OTHER_UPDATES = [("zero0", "fp32", 1e-6), ("zero1", "bf16", 1e-3), ("zero3_offload", "bf16", 1e-3)]
@@ -105,7 +99,6 @@ def spoil(engine: Any, **added: float) -> Callable[[], None]:
         ["deepspeed=zero0"],
         ["deepspeed=zero3", "precision=bf16"],
         pytest.param(["deepspeed=zero1", "precision=bf16"], marks=pytest.mark.slow),
-        pytest.param(["deepspeed=zero2"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
@@ -147,30 +140,10 @@ def test_a_non_finite_loss_or_gradient_never_reaches_the_weights(small_run: Over
     after, expected = engine.weights(), other.weights()
     assert all(torch.equal(after[name], expected[name]) for name in expected)
     assert any(not torch.equal(before[name], expected[name]) for name in expected)
-
-
-def test_without_z_loss_the_normaliser_may_be_infinite(small_run: Overrides) -> None:
-    config, plan, engine = built(small_run())
+    # without a z-loss, the normaliser may be infinite
     spoil(engine, z=float("inf"))
-    train_step(engine, synthetic_tokens(config, 1), plan, 0.0)
+    train_step(engine, batch, plan, 0.0)
     assert engine.step_applied()
-
-
-@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_the_gradient_norm_is_reported_and_clipped(small_run: Overrides, stage: int) -> None:
-    def norms(clipping: float) -> list[float]:
-        overrides = small_run(f"deepspeed=zero{stage}", f"training.gradient_clipping={clipping}")
-        config, plan, engine = built(overrides)
-        measured: list[Any] = []
-        for tokens in synthetic_tokens(config, 2):
-            train_step(engine, tokens[None], plan, 0.0)
-            measured.append(float(engine.grad_norm()))
-        return measured
-
-    free, clipped = norms(0.0), norms(1e-8)
-    assert free[0] == pytest.approx(clipped[0], rel=1e-4)
-    assert free[0] > 0.1
-    assert free[1] != pytest.approx(clipped[1], rel=1e-5)
 
 
 def test_muon_equals_torchs_muon_combined_with_its_adamw(small_run: Overrides) -> None:

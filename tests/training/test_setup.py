@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ import torch
 import depthlm
 from depthlm.data import prepare
 from depthlm.training import setup
-from depthlm.training.setup import compiles, free_earlier_run, start_process
+from depthlm.training.setup import compiles, start_process
 
+from ..options import composed
 from ..two_ranks import TwoRanks, train_on_ranks
 from .run_files import Overrides
 
@@ -52,15 +54,14 @@ def test_sublayers_are_compiled_where_it_helps_or_where_the_user_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for choice, device, stage, lack, compiled in (
-        ("auto", "cuda", 0, None, True),
         ("auto", "cuda", 2, None, True),
         ("auto", "cuda", 3, None, False),
-        ("auto", "cuda", 0, "Triton needs a C compiler", False),
-        ("auto", "cpu", 0, None, False),
-        ("true", "cpu", 0, None, True),
-        ("false", "cuda", 0, None, False),
+        ("auto", "cuda", 2, "Triton needs a C compiler", False),
+        ("auto", "cpu", 2, None, False),
+        ("true", "cpu", 2, None, True),
+        ("false", "cuda", 2, None, False),
     ):
-        config = depthlm.compose([f"training.compile={choice}", f"deepspeed=zero{stage}"])
+        config = composed(f"training.compile={choice}", f"deepspeed=zero{stage}")
         monkeypatch.setattr("depthlm.training.setup.missing", lambda device, lack=lack: lack)
         caplog.clear()
         assert compiles(config, torch.device(device)) is compiled
@@ -74,11 +75,8 @@ def train_with_others(overrides: list[str], others: Sequence[str]) -> int | str:
 
 def train_with_other_code(overrides: list[str]) -> int | str:
     """Train, with other code on rank 1."""
-    with pytest.MonkeyPatch.context() as patch:
-        if torch.distributed.get_rank() == 1:
-            patch.setattr(setup, "digest", lambda files: "changed" if len([*files]) > 1 else "same")
-        else:
-            patch.setattr(setup, "digest", lambda files: "original" if len([*files]) > 1 else "same")
+    code = "changed" if torch.distributed.get_rank() == 1 else "original"
+    with mock.patch.object(setup, "digest", lambda files: code if len([*files]) > 1 else "same"):
         return train_on_ranks(overrides)
 
 
@@ -112,17 +110,3 @@ def test_a_rank_may_have_its_own_copy_of_the_token_files_but_no_others(
     for message in two_ranks(train_with_others, overrides, [f"data.path={tmp_path}/other"]):
         assert "the digest of the token files of local is " in message
     assert not (tmp_path / "run").exists()
-
-
-def test_earlier_runs_of_a_process_do_not_count_toward_the_limit_of_compilations() -> None:
-    """Each run compiles the methods of all layers again, with a compiler of its own."""
-    compiled = []
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return x + 1
-
-    with torch._dynamo.config.patch(recompile_limit=2):
-        for run in range(4):
-            free_earlier_run()
-            torch.compile(step, backend=lambda graph, _, run=run: compiled.append(run) or graph)(torch.ones(2))
-    assert compiled == [0, 1, 2, 3]

@@ -104,20 +104,6 @@ def test_the_first_mean_loss_of_a_fork_has_its_own_updates_only(train_run: Train
     assert rows[-1]["mean_loss"] == pytest.approx((each[0]["loss"] + each[1]["loss"]) / 2, rel=1e-9)
 
 
-@pytest.mark.slow
-def test_a_forks_optimizer_uses_the_settings_of_the_fork(train_run: TrainRun) -> None:
-    fork = (
-        f"fork_from={train_run('training.max_steps=2', name='source')}",
-        "training.max_steps=3",
-        "schedule=constant",
-    )
-    without, with_decay = (
-        weights(train_run(*fork, f"optimizer.weight_decay={decay}", name=f"decay-{decay}")) for decay in (0, 5)
-    )
-    name = "layers.0.mlp.down_proj.weight"
-    assert with_decay[name].norm() < 0.99 * without[name].norm()
-
-
 def test_a_fork_that_cannot_use_the_state_or_has_no_valid_checkpoint_is_refused_before_the_model_is_built(
     trained: TrainRun, small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,26 +185,3 @@ def test_a_run_whose_checkpoints_are_gone_is_trained_again_only_on_request(
     assert train_spoiled([*overrides, "resume=retrain"], {}, killed_at=3) == "killed"
     assert train(depthlm.compose(overrides)) == 0
     assert_same_run(run, train_run("training.max_steps=5", name="straight"))
-
-
-def test_a_complete_run_whose_checkpoints_are_gone_is_not_extended_from_scratch(
-    trained: TrainRun, small_run: Overrides
-) -> None:
-    run = trained("training.max_steps=3")
-    # as if they were lost one by one
-    shutil.rmtree(run / "checkpoints")
-    (run / "checkpoints").mkdir()
-    before = kept(run)
-    with pytest.raises(UserError, match="no checkpoint in it; "):
-        train(depthlm.compose(small_run("training.max_steps=5", "resume=extend")))
-    assert kept(run) == before
-
-
-def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(
-    train_run: TrainRun, small_run: Overrides, tmp_path: Path
-) -> None:
-    overrides = ("training.max_steps=5", "training.checkpoint_every=4")
-    assert train_spoiled(small_run(*overrides), {}, killed_at=4) == "killed"
-    assert len(curve(tmp_path / "run")) == 3
-    (tmp_path / "run/checkpoints/.saving-step-00000004").mkdir(parents=True)
-    assert len(curve(train_run(*overrides))) == 5

@@ -13,15 +13,9 @@ from torch import Tensor
 
 import depthlm
 from depthlm.config import Config
-from depthlm.config.schema import Model
-from depthlm.inspect import collect
 from depthlm.locations import CONF
-from depthlm.mechanisms.depth_attention import DepthAttention
-from depthlm.mechanisms.hyper_connections import HyperConnections
-from depthlm.mechanisms.moda import Moda
 from depthlm.mechanisms.residual import Residual
 from depthlm.model import Decoder
-from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.training.checkpoint import init_from
 from depthlm.training.checkpoint.init_from import Source, copy_weights, import_weights
 
@@ -122,14 +116,6 @@ def test_a_mechanism_takes_vanillas_weights_and_its_own_and_says_how_it_starts_a
         assert "does not initially compute" not in caplog.text
 
 
-def test_a_start_at_0_is_a_setting_like_any_other() -> None:
-    decoder = depthlm.build_model(depthlm.compose(["size=micro", "model=laurel"]), "meta")
-    decoder.connections[0].identity_start = "start=0"
-    for start, expected in ((0.0, 0), (0, 0), (1.0, 1)):
-        configured = Model(connection={"_target_": "mine.Mine", "start": start})
-        assert len(init_from.changed_functions({}, configured, decoder)) == expected
-
-
 IDENTITY = {"start": "identity"}
 GATED = [
     ("connection", "attention_residuals", {"window": 2, "heads": 4, "mixing": "sigmoid", "query": "input_dependent"}),
@@ -178,7 +164,7 @@ def gradients(decoder: Decoder) -> dict[str, Tensor]:
     return {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in decoder.named_parameters()}
 
 
-@pytest.mark.parametrize(("part", "name", "settings"), CASES)
+@pytest.mark.parametrize(("part", "name", "settings"), [CASES[0], CASES[-1]])
 def test_open_gates_work_with_loops_a_cache_documents_and_recomputation(
     started: Any, part: str, name: str, settings: dict[str, Any]
 ) -> None:
@@ -214,45 +200,3 @@ def test_a_start_that_cannot_be_vanillas_is_refused(base: Config) -> None:
         model = parts(**{part: option(f"model/{part}", name) | IDENTITY | settings})
         with pytest.raises(ValueError, match=message):
             depthlm.build_model(replace(base, model=replace(base.model, **model)))
-
-
-@pytest.mark.parametrize(
-    ("ours", "settings"),
-    [(DepthAttention, {"stride": 1}), (DepthAttention, {"stride": 1, "mixing": "uniform"}), (Moda, {})],
-)
-def test_the_figures_draw_the_weights_with_their_gates(base: Config, ours: Any, settings: dict[str, Any]) -> None:
-    name = "moda" if ours is Moda else "depth_attention"
-    model = parts(attention=option("model/attention", name) | settings | IDENTITY)
-    decoder = depthlm.build_model(replace(base, model=replace(base.model, **model)))
-    depths: dict[int, Any] = {}
-
-    class Watch(depthlm.model.Observer):
-        def attend(self, spec: Any, attention: SelfAttention, projected: Any, depth: Any, past: Any) -> None:
-            depths[spec.layer] = attention, attention.figures(projected, depth, past)
-
-    # layers without a gate have the same axes
-    assert collect(decoder, [TOKENS])[0]
-    share = {}
-    for gate in (0.0, 0.25, 1.0):
-        with torch.no_grad():
-            for layer in decoder.layers[1:]:
-                layer.attention.gate.fill_(gate)
-            decoder(TOKENS, observer=Watch())
-        figures = {figure.name: figure for figure in depths[1][1]}
-        of_depth = figures["depth_total"].values if ours is Moda else figures["weights"].values[:-1].sum(0)
-        if ours is DepthAttention:
-            torch.testing.assert_close(figures["weights"].values.sum(0), torch.ones_like(of_depth))
-        share[gate] = of_depth.mean().item()
-    assert share[0.0] == 0
-    assert share[1.0] > 0.05
-    if ours is DepthAttention:
-        # later layers see other values, but layer 1 has the same queries and keys
-        assert share[0.25] == pytest.approx(share[1.0] / 4)
-
-
-def test_streams_that_are_summed_do_not_start_as_vanilla(base: Config, vanilla: Decoder, started: Any) -> None:
-    model = parts(connection=option("model/connection", "hyper_connections") | {"collapse": "sum"})
-    decoder = started(model)
-    assert isinstance(decoder.connections[0], HyperConnections)
-    assert decoder.connections[0].identity_start is None
-    assert not torch.allclose(decoder(TOKENS), vanilla(TOKENS), rtol=0, atol=1e-9)
