@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 # a status, and the JSON of an answer
 Answer = tuple[int, Any]
-LICENSES = {"apache-2.0", "mit", "other"}
 
 
 class Uploads:
@@ -61,10 +60,7 @@ class Uploads:
         if path == "/api/repos/create":
             return self._create(f"{request['organization']}/{request['name']}", request.get("visibility"))
         if path == "/api/validate-yaml":
-            license = re.search(r"^license: (.+)$", request["content"], re.MULTILINE)
-            wrong = license is not None and license[1] not in LICENSES
-            errors = [{"message": f'"license" must be one of {", ".join(sorted(LICENSES))}'}] if wrong else []
-            return (400 if wrong else 200), {"errors": errors, "warnings": []}
+            return 200, {"errors": [], "warnings": []}
         if lfs:
             actions = [{"upload": {"href": f"{self.hub}/lfs/{entry['oid']}"}} for entry in request["objects"]]
             objects = [entry | {"actions": act} for entry, act in zip(request["objects"], actions, strict=True)]

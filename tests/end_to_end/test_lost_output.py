@@ -4,15 +4,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from ..forks import Forks
 
 Overrides = Callable[..., list[str]]
-
-
-def full_disk() -> int:
-    return os.open("/dev/full", os.O_WRONLY)
 
 
 def test_a_run_completes_without_a_reader_of_its_output(small_run: Overrides, tmp_path: Path, forks: Forks) -> None:
@@ -31,16 +25,7 @@ def test_a_run_completes_without_a_reader_of_its_output(small_run: Overrides, tm
     assert all("prepar" in line for line in (tmp_path / "stderr").read_text().splitlines())
 
 
-@pytest.mark.slow
-def test_a_run_completes_without_any_output(small_run: Overrides, tmp_path: Path, forks: Forks) -> None:
-    full = full_disk()
-    process = forks.start(["train.py", *small_run("training.max_steps=3")], stdout=full, stderr=full)
-    assert process.wait(120) == 0
-    os.close(full)
-    assert (tmp_path / "run/summary.json").exists()
-
-
 def test_a_mistake_is_still_a_mistake_without_output(small_run: Overrides, forks: Forks) -> None:
-    full = full_disk()
+    full = os.open("/dev/full", os.O_WRONLY)
     assert forks.start(["train.py", *small_run("size.num_heads=x")], stdout=full, stderr=full).wait(120) == 2
     os.close(full)

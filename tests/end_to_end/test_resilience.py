@@ -56,21 +56,3 @@ def test_a_signal_to_one_rank_makes_all_ranks_save_and_exit_for_a_requeue(
     assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
     forks.run_ranks(["train.py", *overrides, f"training.stop_after={stopped_at + 2}"])
     assert newest_step(tmp_path / "run") == stopped_at + 2
-
-
-@pytest.mark.slow
-def test_a_signal_to_one_rank_before_the_first_step_ends_both(
-    small_run: Overrides, tmp_path: Path, forks: Forks
-) -> None:
-    ranks = forks.start_ranks(["train.py", *small_run("size.num_layers=30")])
-    while not (tmp_path / "run/config.yaml").exists():
-        assert all(process.poll() is None for process in ranks), ranks[0].communicate()[0]
-        time.sleep(0.005)
-    ranks[1].send_signal(signal.SIGTERM)
-    started = time.monotonic()
-    outputs = [process.communicate(timeout=60)[0] for process in ranks]
-    assert time.monotonic() - started < 15
-    assert [process.returncode for process in ranks] == [75, 75], outputs
-    assert "SIGTERM: stopped before the first step" in outputs[1]
-    assert "rank 1 " in outputs[0]
-    assert not (tmp_path / "run/checkpoints").exists()

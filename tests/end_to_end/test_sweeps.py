@@ -1,6 +1,5 @@
 """Sweeps from the command line: finished points are skipped, interrupted ones resume, failed ones run again."""
 
-import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -69,14 +68,6 @@ def test_repeating_a_sweep_skips_resumes_and_repeats_points(
     assert "3 points: 3 complete" in second.stdout
     assert not (tmp_path / "runs" / names[1] / "failure.json").exists()
     assert finished == {name: (tmp_path / "runs" / name / "summary.json").stat().st_mtime_ns for name in finished}
-
-
-@pytest.mark.slow
-def test_a_dry_run_of_a_sweep_prints_no_results(small_run: Callable[..., list[str]], run: Run) -> None:
-    done = run(*TRAIN, "-m", *kept(small_run("dry_run=true")), "seed=1,2")
-    assert done.returncode == 0, done.stderr
-    assert "2 points: 2 waiting" in done.stdout
-    assert not re.search("Results|depthlm report", done.stdout)
 
 
 @pytest.mark.slow
