@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import depthlm
-from depthlm.accounting.memory import MemoryEstimator, UntracedError
+from depthlm.accounting.memory import MemoryEstimator
 from depthlm.config import ConfigError, compose_anywhere
 from depthlm.optimizers.build import build_optimizer, state_bytes
 from depthlm.optimizers.muon import MuonAndAdamW
@@ -21,14 +21,6 @@ Overrides = Callable[..., list[str]]
 
 # of pytorch_optimizer
 LIBRARY = ("ademamix", "soap", "schedule_free")
-SGD = """
-# SGD with momentum
-name: sgd
-_target_: torch.optim.SGD
-momentum: 0.9
-settings:
-  nesterov: true
-"""
 SIGN = """
 # The sign of the gradient
 name: sign
@@ -36,13 +28,6 @@ _target_: my_optimizers.Sign
 needs_matrices: true
 settings:
   share: 0.5
-"""
-ADAFACTOR = """
-# Adafactor, whose eps is a pair
-name: adafactor
-_target_: torch.optim.Adafactor
-settings:
-  eps: [null, 1.0e-3]
 """
 CODE = """
 import torch
@@ -67,8 +52,7 @@ class Sign(torch.optim.Optimizer):
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A configuration folder with optimizers of the user, and the module of one of them on PYTHONPATH."""
     (tmp_path / "conf/optimizer").mkdir(parents=True)
-    for name, text in (("sgd", SGD), ("sign", SIGN), ("adafactor", ADAFACTOR)):
-        (tmp_path / f"conf/optimizer/{name}.yaml").write_text(text)
+    (tmp_path / "conf/optimizer/sign.yaml").write_text(SIGN)
     (tmp_path / "my_optimizers.py").write_text(CODE)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path / "conf"
@@ -79,10 +63,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         *((name, "qwen3") for name in ("sign", "soap")),
         ("muon", "qwen3_moe"),
-        *(
-            pytest.param(name, "qwen3", marks=pytest.mark.slow)
-            for name in ("adamw", "sgd", "ademamix", "schedule_free")
-        ),
+        *(pytest.param(name, "qwen3", marks=pytest.mark.slow) for name in ("adamw", "ademamix", "schedule_free")),
     ],
 )
 def test_the_bytes_of_the_states_equal_those_of_an_optimizer_after_a_step(mine: Path, name: str, backbone: str) -> None:
@@ -169,21 +150,10 @@ def test_muon_updates_each_expert_as_torchs_muon_updates_its_matrix_alone(shape:
     torch.testing.assert_close(some, updated[1:3], rtol=0, atol=1e-4)
 
 
-def test_an_optimizer_that_needs_values_is_not_counted_but_reported(mine: Path) -> None:
-    config = compose_anywhere(["size=micro", "optimizer=adafactor"], mine)
-    with pytest.raises(UntracedError, match=r"torch\.optim\.Adafactor cannot make a step without values"):
-        MemoryEstimator(config, "cuda").states(0, 1)
-
-
-@pytest.mark.parametrize(
-    "overrides", ["optimizer=sign", pytest.param("optimizer=sgd deepspeed=zero1", marks=pytest.mark.slow)]
-)
-def test_an_optimizer_of_the_user_trains_and_resumes(
-    mine: Path, small_run: Overrides, tmp_path: Path, overrides: str
-) -> None:
+def test_an_optimizer_of_the_user_trains_and_resumes(mine: Path, small_run: Overrides, tmp_path: Path) -> None:
     for steps in (2, 4):
         more = ("training.max_steps=4", f"training.stop_after={steps}")
-        assert train(depthlm.compose(small_run(*overrides.split(), *more), mine)) == 0
+        assert train(depthlm.compose(small_run("optimizer=sign", *more), mine)) == 0
     losses = [row["loss"] for row in read_metrics(tmp_path / "run/metrics.jsonl")]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
@@ -196,7 +166,6 @@ def test_an_optimizer_of_the_user_states_what_it_refuses(mine: Path) -> None:
                                          "and 'str'; its settings are {'share': 'x'}"),
         (["deepspeed=zero1"], "optimizer=sign with deepspeed.stage=1: my_optimizers.Sign needs whole matrices, which "
                               "ZeRO 1 and above flatten; allowed: deepspeed=zero0, which runs on many ranks as well"),
-        (["optimizer.momentum=0.9"], "optimizer.momentum=0.9: my_optimizers.Sign has no such setting; leave it out"),
         (["+optimizer.settings.shar=1"], "optimizer.settings.shar: my_optimizers.Sign has no such setting; "
                                          "allowed: share; did you mean `share`?"),
     ):  # fmt: skip
@@ -218,11 +187,7 @@ def test_what_a_librarys_optimizer_needs_is_refused_with_what_is_allowed(monkeyp
         (["optimizer=schedule_free", "schedule=constant", "backbone=qwen3_moe", "deepspeed.experts=2"],
          "optimizer=schedule_free with deepspeed.experts=2: spread experts are resumed from the exported weights"),
         (["optimizer=ademamix", "optimizer.betas=[0.9,0.95]"], "three numbers from 0 to below 1"),
-        (["optimizer=adamw", "optimizer.betas=[0.9,0.95,0.9]"], "two numbers from 0 to below 1"),
         (["optimizer=ademamix", "optimizer.settings.alpha=-1"], "optimizer: pytorch_optimizer.AdEMAMix: .*alpha"),
-        (["optimizer=soap", "+optimizer.settings.precondition_frequencyy=3"],
-         "optimizer.settings.precondition_frequencyy: pytorch_optimizer.SOAP has no such setting; allowed: .*"
-         "did you mean `precondition_frequency`"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=error):
             compose_anywhere(["size=micro", *overrides])

@@ -3,17 +3,14 @@
 import hashlib
 import itertools
 import math
-from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 import pytest
 
 from benchmarks.study import depth
 from benchmarks.study.archive import RESULTS
-from benchmarks.study.depth import Study, between_mechanisms, group_gaps, slope
-from benchmarks.study.pictures import draw_differences, draw_interventions, draw_slopes
+from benchmarks.study.depth import Study, between_mechanisms, slope
 
 LAYERS, SEEDS = (6, 12, 24, 48), ("1", "2", "3")
 EVERY = [*depth.STATIC, *depth.LEARNED]
@@ -66,43 +63,6 @@ def test_the_answers_find_a_gain_of_learned_reads_and_none_without_it() -> None:
     assert not any(cell.bold for row in depth.answers(made_up()).rows for cell in row)
 
 
-def test_vanilla_with_more_parameters_lies_on_the_power_law_through_its_neighbours() -> None:
-    names = zip(("vanilla", *depth.WIDER), (1000, 1500, 3200), strict=True)
-    parameters = {(name, 48): count for name, count in names}
-    losses = {place: dict.fromkeys(SEEDS, 5.0 * count**-0.1) for place, count in parameters.items()}
-    study = Study(list(losses), losses, parameters)
-    for count in (1000, 1200, 1500, 2000, 3200, 3300):
-        assert study.vanilla_with(48, count)["2"] == pytest.approx(5.0 * count**-0.1)
-
-
-def test_differences_at_equal_parameters_are_from_a_larger_vanilla() -> None:
-    study = made_up()
-    study = replace(study, parameters=dict.fromkeys(study.losses, 2000) | {("vanilla", n): 1000 for n in LAYERS})
-    gaps, equal = (study.gaps("mudd", equal) for equal in (False, True))
-    base = study.losses["vanilla", 12]["1"]
-    assert equal[12, "1"] - gaps[12, "1"] == pytest.approx(0.1 * base)
-
-
-def test_a_mechanism_left_out_at_a_depth_does_not_turn_its_level_into_a_slope_of_the_group() -> None:
-    study, left_out = made_up(mhc=0.8), [("mhc", 48)]
-    complete, found = (slope(group_gaps(study, depth.LEARNED, without=w), LAYERS) for w in ((), left_out))
-    assert complete is not None
-    assert found is not None
-    assert found.mean == pytest.approx(complete.mean, abs=0.002)
-    singles = [study.slope(model, without=left_out) for model in depth.LEARNED]
-    assert found.mean == pytest.approx(fmean(line.mean for line in singles if line is not None))
-
-
-def test_a_mechanism_is_in_question_if_its_mean_may_be_zero_or_its_sign_changes() -> None:
-    level = {(n, seed): 0.05 + 0.001 * float(seed) for n, seed in itertools.product(LAYERS, SEEDS)}
-    study = made_up()
-    better, incomplete = {place: -gap for place, gap in level.items()}, {x: y for x, y in level.items() if x[0] < 48}
-    assert not any(depth.is_in_question(study, gaps) for gaps in (level, better, incomplete))
-    changing = {place: gap if place[0] > 6 else -0.01 for place, gap in level.items()}
-    unclear = {(n, seed): -0.19 + 0.1 * float(seed) for n, seed in level}
-    assert all(depth.is_in_question(study, gaps) for gaps in (changing, unclear))
-
-
 def test_the_means_over_depths_and_over_mechanisms_have_intervals_of_student() -> None:
     gaps = {(n, seed): 0.1 * place + 0.01 * float(seed) for place, n in enumerate(LAYERS) for seed in SEEDS}
     found = depth.over_depths(made_up(), gaps)
@@ -126,12 +86,3 @@ def test_the_interval_of_two_groups_over_mechanisms_is_welchs() -> None:
     half = t.ppf(0.975, freedom) * math.sqrt(sum(errors))
     assert found is not None
     assert (found.mean, found.high) == pytest.approx((means[0] - means[1], means[0] - means[1] + half))
-
-
-def test_the_pictures_are_drawn(tmp_path: Path) -> None:
-    study = made_up(0.05)
-    draw_differences(study, tmp_path / "differences.png", "")
-    draw_slopes(study, tmp_path / "slopes.png", "")
-    lines = [{"loss": 2.0, "rank": 0.5, "means": 2.1, "kept 2": 2.2}, {"loss": 2.0, "rank": None, "means": 2.1}]
-    draw_interventions({"dca": lines, "mhc_hunyuan_v4": [{"loss": 2.0}]}, tmp_path / "interventions.png", "")
-    assert {path.stat().st_size > 10_000 for path in tmp_path.iterdir()} == {True}

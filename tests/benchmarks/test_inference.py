@@ -1,10 +1,5 @@
 """benchmarks/inference.py: prefill in chunks, and a paper's numbers relative to its own baseline."""
 
-import json
-import sys
-from pathlib import Path
-
-import pytest
 import torch
 
 from benchmarks import inference
@@ -20,30 +15,6 @@ def test_chunks_fill_the_same_cache() -> None:
     for slot in range(model.size.num_layers):
         for one, other in zip(parts._slots[slot], whole._slots[slot], strict=True):
             torch.testing.assert_close(one, other)
-
-
-def test_a_run_records_its_chunk_and_needs_no_peer(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    output = tmp_path / "results.json"
-    numbers = ["--prompt=8", "--new=2", "--chunk=3", "--rounds=1"]
-    arguments = ["size=micro", "backbone=lm1b", "--presets", "dca", *numbers]
-    monkeypatch.setattr(sys, "argv", ["inference.py", *arguments, "--output", str(output)])
-    threads = torch.get_num_threads()
-    try:
-        assert inference.main() == 0
-    finally:
-        torch.set_num_threads(threads)
-    results = json.loads(output.read_text())
-    assert "chunk=3" in results["shape"]
-    # transformers has no model with this backbone
-    assert results["transformers"] == {}
-    dca, vanilla = (results["presets"][name] for name in ("dca", "vanilla"))
-    both = sum(dca[phase]["seconds"][0] for phase in ("prefill", "decode"))
-    assert vanilla["together"] == 1.0
-    base = sum(dca[phase]["seconds"][0] / (1 + dca[phase]["overhead"]) for phase in ("prefill", "decode"))
-    assert dca["together"] == pytest.approx(both / base)
-    assert f"{dca['together'] - 1:+.2%}" in capsys.readouterr().out
 
 
 def test_the_table_of_dca_compares_with_the_model_that_reads_all_outputs() -> None:

@@ -11,7 +11,6 @@ from benchmarks.shared.operators import CASES, Make, Shape, difference, read_tab
 from depthlm.config import compose_anywhere
 from depthlm.mechanisms.attention_residuals import AttentionResiduals
 from depthlm.mechanisms.dca import DeepCrossAttention
-from depthlm.mechanisms.denseformer import DenseFormer
 
 TINY = Shape(batch=1, length=3, d=16, layers=4, h=4, k=2, e=16, entries=2)
 PARAMETERS = {"depth_attend_block": 1, "depth_attend_full": 1, "weighted_reads": 1, "gated_reads": 2}
@@ -35,7 +34,7 @@ def test_floors_equal_those_counted_by_hand() -> None:
         assert case.values * TINY.batch * TINY.length == 3 * inputs + 2 * case.run()[0].numel(), name
 
 
-@pytest.mark.parametrize("name", ["depth_value_mix", "gated_reads", "mhc_post_pre_identity", "merged_attention"])
+@pytest.mark.parametrize("name", ["depth_value_mix", "gated_reads", "merged_attention"])
 def test_triton_and_pytorch_agree_on_the_inputs(name: str) -> None:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
@@ -46,18 +45,10 @@ def test_triton_and_pytorch_agree_on_the_inputs(name: str) -> None:
     assert difference(actual, expected) < 1e-4
 
 
-def test_a_difference_is_relative_to_the_largest_value_and_propagates_nan() -> None:
-    x = torch.tensor([1.0, 4.0])
-    assert difference((x, x), (x, torch.tensor([1.5, 4.0]))) == 0.125
-    assert not difference((x, x), (x, torch.tensor([torch.nan, 4.0]))) <= 1.0
-
-
 @pytest.mark.parametrize(
     ("name", "model", "kind"),
     [
-        ("depth_attend_block", "attention_residuals", AttentionResiduals),
         ("depth_attend_full", "attention_residuals_full", AttentionResiduals),
-        ("weighted_reads", "denseformer", DenseFormer),
         ("gated_reads", "dca", DeepCrossAttention),
     ],
 )

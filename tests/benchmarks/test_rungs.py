@@ -1,12 +1,7 @@
 """The rungs of benchmarks/gpu.py that need a GPU, as far as they can be tried without one."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +9,8 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks.rungs import counters, graphs, step
+from benchmarks.rungs import graphs, step
 from benchmarks.shared.interleaved import depth_kernels, is_kernel
-from benchmarks.shared.operators import CASES
-from benchmarks.shared.side_by_side import check_lines
 from depthlm.locations import REPOSITORY
 
 MACHINE = {"device": "NVIDIA H200", "threads": 16, "versions": {"torch": "2.11.0"}}
@@ -75,17 +68,6 @@ def test_equal_losses_with_graphs_pass_and_any_other_loss_fails(stub: Any) -> No
         assert len(trained) == 3
 
 
-@pytest.mark.slow
-def test_a_line_that_fails_or_ends_its_process_does_not_cost_the_others(tmp_path: Path) -> None:
-    work = [partial(os._exit, 3), partial(dict, passed=True), partial(int, "a fault")]
-    results: dict[str, Any] = {}
-    check_lines([({"n": n}, job) for n, job in enumerate(work)], results, tmp_path / "lines.json", processes=1)
-    lines = json.loads((tmp_path / "lines.json").read_text())["lines"]
-    assert "BrokenProcessPool" in lines[0]["error"]
-    assert lines[1] == {"n": 1, "passed": True}
-    assert "a fault" in lines[2]["error"]
-
-
 def test_annotations_of_the_profiler_are_no_kernels_and_those_of_depth_are_known() -> None:
     def event(key: str, is_annotation: bool, device: DeviceType = DeviceType.CUDA, time: float = 5.0) -> Any:
         given = {"is_user_annotation": is_annotation, "device_type": device, "self_device_time_total": time}
@@ -134,40 +116,3 @@ def test_the_committed_results_still_make_tables() -> None:
     text, errors = gpu.fill("<!-- gpu -->\n<!-- end -->\n", {folder.name: read})
     assert not errors
     assert all(f"`{name}`, " in text for name in read)
-
-
-# what ncu prints: a line of names, a line of units, and a line per launch
-NCU = """#!/usr/bin/env python3
-import sys
-counters = {counters!r}
-if "--run" in sys.argv and sys.argv[sys.argv.index("--run") + 1] == {broken!r}:
-    sys.exit("==ERROR== no permission")
-print("==PROF== Connected to process 1")
-names = ["ID", "Kernel Name", "Grid Size", "Block Size", *counters]
-launch = ["0", "dca_forward", "(256, 24, 1)", "(128, 1, 1)", *["1,234.5"] * len(counters)]
-for row in (names, [""] * len(names), launch):
-    print(",".join(f'"{{x}}"' for x in row))
-"""
-
-
-@pytest.mark.slow
-def test_counters_are_read_from_what_ncu_prints(tmp_path: Path) -> None:
-    stall = counters.STALLS[0] + "long_scoreboard" + counters.STALLS[1]
-    broken, *working = list(CASES)[:2]
-    program = tmp_path / "ncu"
-    program.write_text(NCU.format(counters=[*counters.COUNTERS.values(), stall], broken=broken))
-    program.chmod(0o755)
-    output = tmp_path / "counters.json"
-    paths = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "benchmarks/rungs/counters.py", "--output", str(output), "--operators"]
-    done = subprocess.run(
-        [*command, broken, *working], cwd=REPOSITORY, env={**os.environ, **paths}, capture_output=True, text=True
-    )
-    assert done.returncode == 1
-    first, *others = json.loads(output.read_text())["lines"]
-    assert first["error"] == "RuntimeError: ncu: exit status 1, 0 kernels; ==ERROR== no permission"
-    for line in others:
-        (kernel,) = line["kernels"]
-        assert (kernel["kernel"], kernel["registers"]) == ("dca_forward", 1234.5)
-        assert kernel["stalls"] == {"long_scoreboard": 1234.5}
-    assert "| dca_forward | 1 |" in done.stdout

@@ -2,10 +2,8 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,6 @@ from depthlm.config import compose_anywhere
 from depthlm.config.saved import compare
 from depthlm.machine import environment
 from depthlm.sweeps import Point
-from depthlm.sweeps.points import sweep_points
-
-from ..report.made_up import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -128,43 +123,6 @@ def test_every_recorded_run_trained_as_its_experiment_says() -> None:
         compared += sum(assert_trained_as_said(point, lines.get(name)) for name, point in points.items())
         assert lines.keys() <= points.keys()
     assert compared
-
-
-def test_the_missing_runs_are_printed_as_overrides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Point, "directory", property(lambda point: "-".join(point.overrides)))
-    first, second, *others = sweep_points(["experiment=depthlm/rates"])
-    monkeypatch.setattr(archive, "ARCHIVE", tmp_path)
-    archive.write_lines("rates", [{"run": Path(point.directory).name} for point in others])
-    monkeypatch.setattr(archive, "EXPERIMENTS", ["rates"])
-    monkeypatch.setattr(sys, "argv", ["archive.py", "--missing"])
-    archive.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert [sweep_points(line.split()) for line in lines] == [[first], [second]]
-
-
-def test_a_choice_is_read_from_the_records_where_the_runs_are_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    sweep = ["optimizer.lr=1e-3,2e-3", "seed=1", "experiment.best_over=optimizer.lr", "experiment.widen=1"]
-    sweep.append("experiment.selection_seeds=[11]")
-    names = [f"vanilla-tiny-seed11-lr{rate}" for rate in ("1e-3", "2e-3", "4e-3")]
-    shape = {f"size.{name}": 1 for name in ("num_layers", "hidden_size", "intermediate_size")}
-    of_all = {"settings": shape | {"model.name": "vanilla"}}
-    lines = {
-        name: of_all | {"run": name, "summary": {"steps": 1, "validation_loss": loss}}
-        for name, loss in zip(names[:2], (3.0, 2.9), strict=True)
-    }
-    write_run(f"outputs/default/{names[2]}", failure="DivergedError: 11 bad batches in a row")
-    (tmp_path / "outputs/default" / names[2] / "environment.json").write_text('{"git": {"changed": false}}')
-    *_, last, chosen = sweep_points(sweep, read=partial(archive._recorded_or_read, lines))
-    assert chosen.settings["optimizer.lr"] == "0.002"
-    line = archive.line_of(last)
-    shutil.rmtree(tmp_path / "outputs")
-    assert line is not None
-    assert sweep_points(sweep, read=partial(archive._recorded_or_read, lines | {names[2]: line}))[-1] == chosen
 
 
 @pytest.mark.release

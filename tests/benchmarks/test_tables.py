@@ -1,7 +1,6 @@
 """Tables: those of papers are consistent with the papers and with our models, those of pages with committed results."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,17 +73,3 @@ def test_the_kernel_benchmark_reads_the_ablation(
 def test_the_pages_have_the_committed_results(script: Any, results: str, page: str) -> None:
     measured = json.loads((RESULTS / f"{results}.json").read_text())
     assert script.markdown(measured) in (REPOSITORY / page).read_text()
-
-
-@pytest.mark.slow
-def test_the_host_is_timed_without_a_gpu(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    output = tmp_path / "host.json"
-    settings = ["--rounds", "1", "--layers", "2", "--operators", "depth_attend_block", "merged_attention"]
-    # in a process of its own, since the script replaces parts of Triton
-    command = [sys.executable, "benchmarks/host.py", "--output", str(output), *settings, "--presets", "mhc"]
-    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
-    measured = json.loads(output.read_text())
-    assert [*measured["operators"]] == ["depth_attend_block", "merged_attention"]
-    assert [*measured["decoders"]["mhc"]] == ["forward", "backward", "token"]
-    assert all(x > 0 for kind in ("operators", "decoders") for line in measured[kind].values() for x in line.values())

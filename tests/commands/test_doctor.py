@@ -2,7 +2,6 @@
 
 import json
 import socket
-import sys
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,23 +26,15 @@ def by_name(overrides: list[str]) -> dict[str, Item]:
 
 
 def test_a_run_would_start_here(small_run: Callable[..., list[str]], tmp_path: Path, forks: Forks) -> None:
-    done = forks.run(["-m", "depthlm", "doctor", *small_run()])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "One full-size step" in done.stdout
-    assert "A run would start here" in done.stdout
-    assert "\x1b" not in done.stdout
-    for name in ("Python", "packages", "extras", "device", "disk", "W&B", "run"):
-        assert f" {name} " in done.stdout
-    assert not (tmp_path / "run").exists()
     done = forks.run(["-m", "depthlm", "doctor", "--json", *small_run()])
+    assert done.returncode == 0, done.stdout + done.stderr
     output = json.loads(done.stdout)
     assert output["starts"] is True
-    assert output["items"][-1] == {
-        "name": "run",
-        "value": f"the dry run had no errors; a run writes to {tmp_path}/run",
-        "state": OK,
-        "remedy": "",
-    }
+    names = [item["name"] for item in output["items"]]
+    assert {"Python", "packages", "extras", "device", "disk", "W&B", "run"} <= {*names}
+    value = f"the dry run had no errors; a run writes to {tmp_path}/run"
+    assert output["items"][-1] == {"name": "run", "value": value, "state": OK, "remedy": ""}
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_old_driver_is_reported_as_one_problem(
@@ -87,13 +78,6 @@ def test_a_dry_run_that_fails_is_a_problem(monkeypatch: pytest.MonkeyPatch, caps
     item = by_name(["device=cpu", "size=micro"])["run"]
     assert (item.state, item.value) == (PROBLEM, "ZeroDivisionError: by zero")
     assert "Traceback" in capsys.readouterr().err
-
-
-def test_a_failing_import_of_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    *_, last = examine([], None)
-    assert (last.state, last.name) == (PROBLEM, "device")
-    assert last.value.startswith("import torch: ModuleNotFoundError: ")
 
 
 def test_packages_in_a_disallowed_version_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import depthlm
 from depthlm.__main__ import COMMANDS, main
 from depthlm.commands.help import describe_option, print_help, setting_meanings
-from depthlm.commands.train import read_command_line
 from depthlm.config import mechanisms
 from depthlm.config.hydra_context import available_groups
 from depthlm.errors import UserError
@@ -49,13 +47,6 @@ def test_help_on_a_group_describes_each_of_its_options() -> None:
         assert not [option for option in options if not describe_option(group, option, None)], group
 
 
-def test_help_on_experiments_says_what_each_compares(capsys: pytest.CaptureFixture[str]) -> None:
-    text = " ".join(printed(capsys, "experiment").split())
-    assert "dca/ablation From the residual connection to DeepCrossAttention. DeepCrossAttention (arXiv" in text
-    assert "depth_width Depth and width under a fixed compute. Attention Residuals (arXiv" in text
-    assert "depthlm/rates The learning rate of each mechanism at the smallest size depthlm/scaling" in text
-
-
 @pytest.mark.parametrize("names", [["grn_v3", "moda"], pytest.param(mechanisms(), marks=pytest.mark.slow)], ids=len)
 def test_every_setting_of_a_mechanism_has_a_value_and_a_meaning(
     names: list[str], capsys: pytest.CaptureFixture[str]
@@ -83,21 +74,10 @@ def test_an_unknown_topic_is_refused_with_a_suggestion() -> None:
             print_help([topic], None)
 
 
-def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        read_command_line(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out.strip() == f"depthlm {depthlm.__version__}"
-
-
 def test_the_shell_completes_groups_and_options(forks: Forks) -> None:
     environment = environment_with(COMP_LINE="python train.py model=dep")
     done = forks.run(["train.py", "-sc", "query=bash"], environment=environment)
     assert done.stdout.split() == ["model=depth_attention"], done.stderr
-    done = forks.run(["train.py", "-sc", "install=bash"])
-    assert done.returncode == 0, done.stderr
-    # the script is valid bash
-    assert subprocess.run(["bash", "-n"], input=done.stdout, text=True).returncode == 0
 
 
 def test_the_shell_completes_keys_flags_and_runs(

@@ -16,14 +16,16 @@ CORPUS = ["--import-tokens", "ids.npy", "--tokenizer", "bytes", "--to", "ice"]
 
 
 def test_a_corpus_is_prepared_once_and_summarised_and_a_mistake_exits_with_2(
-    corpus_folder: Path, tmp_path: Path, forks: Forks
+    corpus_folder: Path, tmp_path: Path, forks: Forks, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = ["data=local", f"data.source={corpus_folder}", "data.tokenizer=bytes", f"data.path={tmp_path}/tokens"]
-    for _ in range(2):
-        done = forks.run(["data/prepare.py", *overrides])
-        assert done.returncode == 0, done.stderr
-        assert "22,257" in done.stdout
-    assert (tmp_path / "tokens/manifest.json").exists()
+    done = forks.run(["data/prepare.py", *overrides])
+    assert done.returncode == 0, done.stderr
+    before = (tmp_path / "tokens/manifest.json").stat()
+    main(overrides, "prepare")
+    assert "22,257" in done.stdout
+    assert "22,257" in capsys.readouterr().out
+    assert (tmp_path / "tokens/manifest.json").stat() == before
     done = forks.run(["data/prepare.py", "data=local", f"data.source={tmp_path}/nowhere"])
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
 

@@ -18,13 +18,6 @@ from ..forks import Forked, Forks
 
 Overrides = Callable[..., list[str]]
 Start = Callable[..., Forked]
-# what nohup does before it executes its command
-NOHUP = """
-import runpy, signal, sys
-signal.signal(signal.SIGHUP, signal.SIG_IGN)
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 @pytest.fixture
@@ -64,12 +57,8 @@ def read_until(process: Forked, text: str) -> str:
 
 
 def test_a_signal_while_data_is_prepared_ends_the_process(small_run: Overrides, tmp_path: Path, start: Start) -> None:
-    standard_library = (
-        f"data.source={os.path.dirname(os.__file__)}",
-        f"data.path={tmp_path}/tokens",
-        "data.files=*.py",
-    )
-    process = start(small_run("data.tokenizer=bpe", *standard_library))
+    standard_library = (f"data.source={os.path.dirname(os.__file__)}", "data.files=*.py")
+    process = start(small_run("data.tokenizer=bpe", f"data.path={tmp_path}/tokens", *standard_library))
     read_until(process, "training a tokenizer")
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
@@ -113,16 +102,6 @@ def test_repeated_hangups_save_the_run(small_run: Overrides, tmp_path: Path, sta
     assert process.returncode == 75, output
     (stopped_at,) = steps(tmp_path / "run")[-1:]
     assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
-
-
-@pytest.mark.slow
-def test_a_run_under_nohup_ignores_a_hangup(small_run: Overrides, tmp_path: Path, forks: Forks) -> None:
-    run = small_run("training.max_steps=40", "training.checkpoint_every=40")
-    process = forks.start(["-c", NOHUP, "train.py", *run])
-    wait_for(lambda: len(steps(tmp_path / "run")) >= 3, process)
-    process.send_signal(signal.SIGHUP)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
 
 
 @pytest.mark.slow

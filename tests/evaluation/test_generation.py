@@ -14,7 +14,7 @@ from depthlm.evaluation.generation import Generate, write_text
 from depthlm.mechanisms.residual import Residual
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.decoder import Decoder
-from depthlm.model.generation import generate, stream
+from depthlm.model.generation import generate
 from depthlm.model.parameters import initialize
 from depthlm.model.shape import Backbone, Size
 
@@ -98,7 +98,7 @@ def test_neither_the_batch_nor_chunks_of_the_prefill_affect_the_continuation_of_
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompts.txt").write_text("\n".join(LINES) + "\n\n")
-    for batch_size, chunk in ((1, "null"), (2, "null"), (2, "3")):
+    for batch_size, chunk in ((1, "null"), (2, "3")):
         write(
             f"run={trained}", f"prompts={tmp_path / 'prompts.txt'}", "max_new_tokens=12", "temperature=0",
             f"batch_size={batch_size}", f"prefill_chunk={chunk}",
@@ -118,23 +118,12 @@ def test_sampling_is_reproducible_by_its_seed(trained: Path, capsys: pytest.Capt
 def test_text_is_streamed_in_complete_characters(
     trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, _ = depthlm.load(trained)
-    parts = "a é 深 𝄞".encode()
+    text = "a é 深 𝄞"
     # a model that generates these bytes, one per token
-    script = iter(parts)
-    one_hot = torch.nn.functional.one_hot
-    monkeypatch.setattr(model, "logits", lambda hidden: one_hot(torch.tensor([[next(script)]]), 320).float())
-    from depthlm.evaluation.generation import _print_stream
-
-    tokenizer, row = Tokenizer.load(trained), []
-
-    def texts() -> object:
-        for token in stream(model, torch.tensor([[256]]), len(parts)):
-            row.append(int(token))
-            yield tokenizer.decode(row)
-
-    _print_stream("", texts())  # type: ignore[arg-type]
-    assert capsys.readouterr().out == "a é 深 𝄞\n"
+    script, one_hot = iter(text.encode()), torch.nn.functional.one_hot
+    monkeypatch.setattr(Decoder, "logits", lambda *_: one_hot(torch.tensor([[next(script)]]), 320).float())
+    write(f"run={trained}", "prompt=b", f"max_new_tokens={len(text.encode())}", "temperature=0")
+    assert capsys.readouterr().out == f"b{text}\n"
 
 
 def test_invalid_prompts_are_refused(trained: Path, tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
-from tokenizers import Regex
-from tokenizers.pre_tokenizers import ByteLevel, Split
 
 pytest.importorskip("lm_eval")
 
@@ -21,7 +19,6 @@ from depthlm.errors import UserError
 from depthlm.evaluation.evaluate import Evaluate, evaluate
 from depthlm.evaluation.harness import SUITES, hub_or_cache, jobs_of
 from depthlm.evaluation.language_models import HarnessLM
-from depthlm.evaluation.shipped.read import python_words
 
 TASK = """task: depth_words
 dataset_path: json
@@ -129,21 +126,6 @@ def test_tasks_that_fail_keep_the_results_of_the_others(
     assert recorded["zero_shot/before/acc"] == recorded["zero_shot/after/acc"]
     assert "zero_shot/after/acc" in capsys.readouterr().out
     assert not [key for key in recorded for name in failures if name in key]
-
-
-# where the tokenizers of depthlm and GPT-2, and those of GPT-4, Llama 3 and Qwen, may not merge
-SPLITS = [
-    ByteLevel(add_prefix_space=False),
-    Split(Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"), "isolated"),
-]
-
-
-def test_the_answers_of_python_words_begin_where_no_tokenizer_merges() -> None:
-    for row in python_words()["test"]:
-        for answer in row["choices"]:
-            for split in SPLITS:
-                parts = split.pre_tokenize_str(row["question"] + answer)
-                assert len(row["question"]) in {end for _, (_, end) in parts}, (row["question"], answer)
 
 
 def test_an_answer_without_a_token_of_its_own_is_refused_with_what_to_do() -> None:

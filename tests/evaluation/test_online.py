@@ -97,21 +97,21 @@ def test_a_failure_is_logged_and_training_continues(
             raise ConnectionError("the hub is down")
         return run_job(lm, job, manager, limit)
 
+    def exhausted(*_: Any) -> Any:
+        # for the first evaluation only
+        monkeypatch.setattr(online, "with_weights", with_weights)
+        raise RuntimeError("out of memory")
+
+    with_weights = online.with_weights
+    monkeypatch.setattr(online, "with_weights", exhausted)
     monkeypatch.setattr(online, "run_job", fail)
     caplog.set_level(logging.WARNING, "depthlm")
     assert train(depthlm.compose(overrides())) == 0
+    assert [*rows(tmp_path / "run")] == [6]
     assert sorted({key.partition("/")[0] for key in rows(tmp_path / "run")[6]}) == ["evaluation", "one_shot"]
     log = (tmp_path / "run/train.log").read_text()
-    assert "zero_shot/python_words cannot be evaluated (the hub is down); training continues" in log
-
-    def exhausted(*_: Any) -> Any:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(online, "with_weights", exhausted)
-    assert train(depthlm.compose(overrides(name="full"))) == 0
-    assert rows(tmp_path / "full") == {}
-    log = (tmp_path / "full/train.log").read_text()
     assert "the evaluation of step 4 failed (RuntimeError: out of memory); training continues" in log
+    assert "zero_shot/python_words cannot be evaluated (the hub is down); training continues" in log
 
 
 def test_a_stop_during_an_evaluation_is_resumed_with_the_task_that_is_missing(
@@ -125,10 +125,13 @@ def test_a_stop_during_an_evaluation_is_resumed_with_the_task_that_is_missing(
             signal.pthread_kill(main, signal.SIGTERM)
         return run_job(lm, job, manager, limit)
 
-    main = threading.main_thread().ident or 0
+    main, tracked = threading.main_thread().ident or 0, []
     monkeypatch.setattr(online, "run_job", stop)
+    monkeypatch.setattr(Trackers, "write", lambda self, row: tracked.append(row))
     assert train(depthlm.compose(overrides())) == 75
     assert "zero_shot/python_words/acc" in rows(tmp_path / "run")[4]
+    assert tracked[-1]["step"] == 4
+    assert "zero_shot/python_words/acc" in tracked[-1]
     assert train(depthlm.compose(overrides())) == 0
     words = [f"{count}_shot/python_words" for count in ("zero", "one", "one", "zero", "one")]
     assert jobs == words
@@ -143,26 +146,6 @@ def test_a_limited_score_is_measured_again_without_the_limit(
     assert rows(tmp_path / "run")[4]["evaluation/limit"] == 4
     assert train(depthlm.compose(overrides("training.stop_after=4"))) == 0
     assert rows(tmp_path / "run")[4] == rows(undisturbed)[4] | {"evaluation/limit": None}
-
-
-def test_trackers_get_the_row_of_an_evaluation_that_is_stopped(
-    overrides: Overrides, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written: list[dict[str, Any]] = []
-    monkeypatch.setattr(Trackers, "write", lambda self, row: written.append(row))
-    signals = iter([signal.SIGTERM])
-
-    def run_job(*_: Any) -> dict[str, float]:
-        # only the first job: a later one may run when the handlers are removed, and the signal would end the tests
-        for number in signals:
-            signal.pthread_kill(threading.main_thread().ident or 0, number)
-        return {}
-
-    monkeypatch.setattr(online, "run_job", run_job)
-    assert train(depthlm.compose(overrides())) == 75
-    at_4 = [row for row in written if row["step"] == 4]
-    assert "loss" in at_4[0]
-    assert any(key.startswith("evaluation/") for key in at_4[-1])
 
 
 def test_a_mistake_is_reported_before_the_first_step(small_run: Overrides, token_folder: Path, tmp_path: Path) -> None:

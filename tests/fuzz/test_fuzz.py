@@ -1,12 +1,10 @@
 """Damaged files lead to a clear error or to the right answer. The full run is `python -m tests.fuzz`."""
 
 import os
-import random
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from depthlm.errors import UserError
 from depthlm.locations import PACKAGE
 
 from . import __main__ as fuzz
-from .targets import NOT_FOREIGN, READERS, Target, make_targets
+from .targets import NOT_FOREIGN, READERS, make_targets
 
 
 @pytest.fixture(scope="module")
@@ -59,34 +57,3 @@ def test_every_module_that_reads_files_has_targets(targets: list[Any]) -> None:
 @pytest.mark.slow
 def test_commands_give_an_error_or_the_right_answer(targets: list[Any]) -> None:
     assert fuzz.fuzz_commands(targets, 3, seed=2).failures == {}
-
-
-def test_a_crash_another_answer_and_a_hang_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "file"
-    file.write_text("content")
-
-    def crash(file: Path) -> str:
-        if (text := file.read_bytes().decode(errors="replace")) != "content":
-            raise IndexError("no such key")
-        return text
-
-    def wait(file: Path) -> None:
-        while True:
-            pass
-
-    def refuse(file: Path) -> None:
-        raise UserError("damaged")
-
-    monkeypatch.setattr(fuzz, "READER_SECONDS", 1)
-    for read, words in ((crash, "no such key"), (Path.read_bytes, "another answer"), (wait, "longer than 1 s")):
-        failures = fuzz.fuzz_reader(Target("file", file, read, exact=read is not wait), 1, seed=0).failures
-        assert [words in text for text in failures.values()] == [True]
-    assert fuzz.fuzz_reader(Target("file", file, refuse), 1, seed=0).refused == 1
-    assert file.read_text() == "content"
-
-
-def test_mutations_depend_on_their_seed_alone() -> None:
-    content = b'{"a": [1, {"b": "text"}]}\n' * 3
-    drawn = [fuzz.mutated(content, random.Random(seed)) for seed in range(200)]
-    assert drawn == [fuzz.mutated(content, random.Random(seed)) for seed in range(200)]
-    assert sum(one == content for one in drawn) < 10

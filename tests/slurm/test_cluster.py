@@ -32,24 +32,16 @@ def test_a_file_changes_defaults_and_the_command_line_takes_precedence() -> None
         "extra:\n  - --exclude=n1,n2\n  - --constraint=h100\n"
     )
     cluster = read_cluster(["nodes=3", "account=mine"])
-    assert cluster == Cluster(
-        partition="h100",
-        account="mine",
-        time="12:00:00",
-        nodes=3,
-        throttle=4,
-        setup="module load cuda/13.0\nexport A=[1,2]\n",
-        extra=["--exclude=n1,n2", "--constraint=h100"],
-    )
+    setup, extra = "module load cuda/13.0\nexport A=[1,2]\n", ["--exclude=n1,n2", "--constraint=h100"]
+    expected = Cluster(partition="h100", account="mine", time="12:00:00", nodes=3, throttle=4, setup=setup, extra=extra)
+    assert cluster == expected
     assert {"--partition=h100", "--time=12:00:00", "--nodes=3", "--exclude=n1,n2"} <= set(cluster.options())
 
 
 def test_extra_options_may_contain_commas_and_brackets() -> None:
     for given, options in (
-        ("--exclude=n3", ["--exclude=n3"]),
         ("[--exclude=n3]", ["--exclude=n3"]),
         ("[--exclude=n3, --constraint=h100]", ["--exclude=n3", "--constraint=h100"]),
-        ("--exclude=n[1-3,5],--exclusive", ["--exclude=n[1-3,5]", "--exclusive"]),
         ("[--exclude=n[1-3,5],--exclusive]", ["--exclude=n[1-3,5]", "--exclusive"]),
         ("--exclude=n1,n2,-v", ["--exclude=n1,n2", "-v"]),
         ("", []),
@@ -72,18 +64,11 @@ def test_tasks_equal_gpus_unless_given() -> None:
 def test_the_memory_of_a_rank_is_that_of_a_gpu_or_its_share_of_the_node() -> None:
     for given, memory in (
         (["gpu_memory=80"], 80_000_000_000),
-        (["mem=500G"], None),
         (["gpus_per_node=0", "tasks_per_node=2", "mem=500G"], 250 * 2**30),
         (["gpus_per_node=0", "mem=4096"], 4 * 2**30),
         (["gpus_per_node=0", "mem=0"], None),
-        (["gpus_per_node=0"], None),
     ):
         assert read_cluster(given).memory_per_rank() == memory
-
-
-def test_text_is_taken_literally() -> None:
-    assert read_cluster(["setup=source env.sh && export X=[a]"]).setup == "source env.sh && export X=[a]"
-    assert read_cluster(["partition=a,b"]).partition == "a,b"
 
 
 def test_all_mistakes_of_the_command_line_are_reported_with_their_keys() -> None:
@@ -103,12 +88,8 @@ def test_an_invalid_file_is_reported() -> None:
     for content, message in (
         (b"node: 2\n", "did you mean `nodes`?"),
         (b"nodes: two\n", "nodes=two: must be an integer, at least 1"),
-        (b"nodes:\n", "nodes=null: must be an integer, at least 1"),
-        (b"nodes: [\n", "not a YAML file"),
         (b"\xff\xfe\x00\x01", "not a YAML file"),
-        (b"- nodes\n", "must have a line `key: value`"),
         (b"nodes=2\n", "must have a line `key: value`"),
-        (b"extra: {exclude: n3}\n", "extra: must be one value, or a list of values"),
         (b"extra: [{exclude: n3}]\n", "extra: must be one value, or a list of values"),
     ):
         SETTINGS.write_bytes(content)

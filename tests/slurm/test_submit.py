@@ -74,19 +74,6 @@ def test_slurm_replaces_nothing_in_the_folder_of_a_sweep(capsys: pytest.CaptureF
     assert "--output=/a/%%j/100%%/log-%A_%a.txt" in shlex.split(capsys.readouterr().out)
 
 
-def test_mistakes_of_settings_and_points_prevent_submission(
-    four_points: list[str], small_run: Overrides, tmp_path: Path, submit: Submit
-) -> None:
-    heads = [*without_directory(small_run()), "size.num_kv_heads=2,3"]
-    for arguments, message in (
-        (["--dry-run", *four_points, "slurm.node=2"], r"(?s)slurm.node=2: no such key.*nodes"),
-        ([*heads, f"output_dir={tmp_path}/runs/${{size.num_kv_heads}}"], "size.num_kv_heads=3"),
-    ):
-        with pytest.raises(UserError, match=message):
-            submit(*arguments)
-    assert not (tmp_path / "runs").exists()
-
-
 def test_a_missing_sbatch_is_reported(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submit: Submit
 ) -> None:
@@ -134,11 +121,7 @@ def test_two_submissions_at_once_train_every_point_once(
 ) -> None:
     queue = tmp_path / "queue"
     # an id of its own for each array, whose tasks wait in the queue, after a line of the cluster's own
-    fake(
-        bin_folder,
-        "sbatch",
-        f'echo "Welcome to the cluster"; echo $$; for i in 0 1 2 3; do echo "$$ $i PENDING" >> {queue}; done\n',
-    )
+    fake(bin_folder, "sbatch", f'echo Welcome; echo $$; for i in 0 1 2 3; do echo "$$ $i PENDING" >> {queue}; done\n')
     fake(bin_folder, "squeue", f'echo "squeue: 2 nodes are down"; echo "7 N/A PENDING"; cat {queue} 2>/dev/null\n')
     command = ["slurm/submit.py", "slurm.gpus_per_node=0", *four_points]
     with ThreadPoolExecutor() as pool:
@@ -162,12 +145,10 @@ def test_a_submission_that_sbatch_rejects_or_gives_no_id_is_reported_and_leaves_
     assert not (tmp_path / "runs").exists()
     # what was there before stays there
     (tmp_path / "runs/.slurm/0001").mkdir(parents=True)
-    with pytest.raises(UserError, match="sbatch: Requested"):
-        submit(*point)
-    assert {path.name for path in (tmp_path / "runs/.slurm").iterdir()} == {"0001", "lock"}
     fake(bin_folder, "sbatch", 'echo "Welcome to the cluster"\n')
     with pytest.raises(UserError, match=r"(?s)printed no id.*squeue --me"):
         submit(*point)
+    assert (tmp_path / "runs/.slurm/0001").exists()
 
 
 def test_what_training_would_refuse_is_not_submitted(four_points: list[str], tmp_path: Path, submit: Submit) -> None:
@@ -268,11 +249,8 @@ def test_the_status_says_why_a_job_waits_and_where_a_job_that_ended_has_its_log(
     snapshot.mkdir(parents=True)
     points = sweep_points(four_points[2:], four_points[1])
     record_array(snapshot, "12", [point.directory for point in points])
-    fake(
-        bin_folder,
-        "squeue",
-        'echo "12 0 PENDING PartitionConfig"; echo "12 1 PENDING Priority"; echo "12 2 RUNNING None"\n',
-    )
+    lines = ("12 0 PENDING PartitionConfig", "12 1 PENDING Priority", "12 2 RUNNING None")
+    fake(bin_folder, "squeue", "".join(f"echo '{line}'\n" for line in lines))
     printed = submit("--status", *four_points)
     lines = [re.split(r"  +", line.strip()) for line in printed.splitlines()]
     assert [line[-1] for line in lines[3:7]] == [
@@ -284,23 +262,20 @@ def test_the_status_says_why_a_job_waits_and_where_a_job_that_ended_has_its_log(
 
 
 def test_a_reason_is_called_permanent_only_if_no_wait_helps() -> None:
-    for reason in ("PartitionConfig", "PartitionTimeLimit", "PartitionNodeLimit", "BadConstraints",
-                   "AssocMaxWallDurationPerJobLimit", "QOSMaxNodePerJobLimit", "QOSMaxGRESPerJob", "QOSMinGRES",
-                   "DependencyNeverSatisfied"):  # fmt: skip
+    for reason in ("PartitionConfig", "QOSMaxNodePerJobLimit", "QOSMinGRES", "DependencyNeverSatisfied"):
         assert waiting_text(reason) == f"can never start: {reason}"
     for reason in ("AssocGrpCpuLimit", "QOSMaxCpuPerUserLimit", "ReqNodeNotAvail, UnavailableNodes:n3"):
         assert waiting_text(reason) == f"waits: {reason}"
-    for reason in ("AssocMaxJobsLimit", "QOSMaxJobsPerUserLimit"):
-        assert waiting_text(reason) == f"waits: {reason} (until other jobs end; can never start if the limit is 0)"
+    limit = "QOSMaxJobsPerUserLimit"
+    assert waiting_text(limit) == f"waits: {limit} (until other jobs end; can never start if the limit is 0)"
     assert waiting_text("None") == waiting_text("") == ""
 
 
 def test_broken_records_of_jobs_are_named_and_skipped(
     tmp_path: Path, bin_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake(
-        bin_folder, "squeue", 'echo "12 0 CONFIGURING"; echo "12 1 RUNNING"; echo "12 2 TIMEOUT"; echo "12 9 RUNNING"\n'
-    )
+    lines = ("12 0 CONFIGURING", "12 1 RUNNING", "12 2 TIMEOUT", "12 9 RUNNING")
+    fake(bin_folder, "squeue", "".join(f"echo '{line}'\n" for line in lines))
     snapshot = tmp_path / ".slurm/0001"
     snapshot.mkdir(parents=True)
     (snapshot / "jobs.jsonl").write_bytes(b'{"job": "11", "dir\n\xff\n[]\n')
@@ -322,9 +297,7 @@ TASK = {"SLURM_JOB_ID": "40", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID":
         "SLURM_ARRAY_TASK_MAX": "3", "SLURM_ARRAY_TASK_COUNT": "4"}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("script", "task"), [("train.sbatch", TASK), ("prepare.sbatch", TASK), ("train.sbatch", {"SLURM_JOB_ID": "40_3"})]
-)
+@pytest.mark.parametrize(("script", "task"), [("train.sbatch", TASK), ("prepare.sbatch", TASK)])
 def test_the_last_task_of_an_array_requeues_itself(tmp_path: Path, script: str, task: dict[str, str]) -> None:
     fake(tmp_path, "scontrol", SCONTROL)
     # the run saves and exits with 75 on the signal

@@ -1,7 +1,6 @@
 """The training loop: which rows it logs, and settings that must not change the curve."""
 
 import os
-import time
 import weakref
 from contextlib import nullcontext, suppress
 from statistics import fmean
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 import depthlm
-from depthlm.data import Batches
 from depthlm.distributed.launchers import VARIABLES, ranks, restored_variables
 from depthlm.distributed.process_group import start_distributed
 from depthlm.model import Decoder
@@ -36,29 +34,6 @@ def test_rows_are_logged_at_their_intervals_and_have_the_mean_loss_since_the_las
     assert all(row["tokens"] == row["step"] * 128 for row in rows)
     expected = [fmean(each[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
     assert [row["mean_loss"] for row in rows] == pytest.approx(expected, rel=1e-9)
-
-
-def test_a_row_has_the_time_for_which_the_batches_since_the_last_row_were_waited_for(
-    train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = ("training.max_steps=7", "training.log_every=3", "training.validate_every=4")
-    read, waited = Batches.__getitem__, []
-
-    def slow(batches: Batches, step: int) -> Any:
-        start = time.perf_counter()
-        time.sleep(0.02 * (step + 1))
-        batch = read(batches, step)
-        waited.append(time.perf_counter() - start)
-        return batch
-
-    monkeypatch.setattr(Batches, "__getitem__", slow)
-    run = train_run(*settings)
-    rows = list(read_metrics(run / "metrics.jsonl"))
-    ends = [row["step"] for row in rows]
-    assert ends == [1, 3, 4, 6, 7]
-    expected = [sum(waited[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
-    assert [row["data_seconds"] for row in rows] == pytest.approx(expected, rel=0.1, abs=0.02)
-    assert "waiting for data" in (run / "train.log").read_text()
 
 
 def test_settings_that_save_memory_do_not_change_the_curve_and_the_z_loss_does(train_run: TrainRun) -> None:

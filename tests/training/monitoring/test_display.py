@@ -63,18 +63,6 @@ def test_no_log_line_of_a_run_wraps_at_120_columns(monkeypatch: pytest.MonkeyPat
     assert messages[5].endswith("1.235M tokens/s  5 days 2 h left")
 
 
-def test_only_losses_have_a_colour_and_a_sample_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Console(file=io.StringIO(), force_terminal=True, width=120, color_system="standard")
-    monkeypatch.setattr(display, "console", screen)
-    display.start_logging(0)
-    log = logging.getLogger("depthlm")
-    log.info("step 20/100  mean loss 3.2500  lr 1.00e-03  saved outputs/run/step-00000020")
-    log.info("a sample:\nself.loss 3.25 (x)", extra={"highlighter": None})
-    first, *others = screen.file.getvalue().splitlines()
-    assert re.findall(r"\x1b\[[^m]*3\dm([^\x1b]*)", first) == ["3.2500"]
-    assert not re.search(r"\x1b\[[^m]*3\dm", "".join(others))
-
-
 def drawn(width: int, *, mfu: float | None = 0.412, memory: float | None = 1.5, loss: float | None = 3.0) -> str:
     """Return the last line that a bar draws on a terminal of this width."""
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=10, color_system=None)
@@ -99,15 +87,6 @@ def test_a_line_shows_the_most_important_numbers_that_are_known_and_fit() -> Non
     assert "left" in drawn(60)
     for width in range(1, 160, 3):
         assert len(drawn(width)) < width
-
-
-def test_a_bar_without_a_terminal_and_on_other_ranks_draws_nothing() -> None:
-    for rank, terminal in ((0, False), (1, True)):
-        console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
-        with Bar(0, 10, rank, 512, on=console) as bar:
-            bar.row({"peak_memory_gib": 1.5})
-            bar.step(1, 512, 3.0, 0.1)
-        assert console.file.getvalue() == ""
 
 
 def test_a_smooth_mean_weights_the_newest_values_and_has_no_bias() -> None:

@@ -2,13 +2,10 @@
 
 import json
 import resource
-import time
 from pathlib import Path
 
-import pytest
-
 from depthlm.runs.records import ValidationLosses, read_metrics
-from depthlm.training.monitoring.metrics import MetricsFile, Stopwatch
+from depthlm.training.monitoring.metrics import MetricsFile
 
 
 def test_rows_are_appended_amended_and_truncated(tmp_path: Path) -> None:
@@ -62,23 +59,3 @@ def test_rows_that_cannot_be_written_are_kept_in_memory(tmp_path: Path) -> None:
         {"step": 3, "loss": 1.0},
     ]
     assert list(read_metrics(path)) == [*expected, {"step": 4, "loss": 1.0, "validation/set/loss": 2.0}]
-
-
-def test_the_stopwatch_excludes_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
-    def advance(seconds: float) -> None:
-        now[0] += seconds
-
-    step_timer = Stopwatch(seconds_before=100.0)
-    step_timer.start()
-    advance(3)
-    assert step_timer.take_lap() == 3
-    advance(2)
-    step_timer.pause()
-    advance(50)
-    step_timer.start()
-    advance(1)
-    assert step_timer.take_lap() == 3
-    assert step_timer.total == 106
