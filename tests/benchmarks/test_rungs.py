@@ -5,67 +5,13 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-import torch
 from torch.autograd import DeviceType
 
-from benchmarks.rungs import graphs, step
+from benchmarks.rungs import step
 from benchmarks.shared.interleaved import depth_kernels, is_kernel
 from depthlm.locations import REPOSITORY
 
 MACHINE = {"device": "NVIDIA H200", "threads": 16, "versions": {"torch": "2.11.0"}}
-
-
-class Stub:
-    """A training whose losses depend on whether graphs are asked for."""
-
-    def __init__(self, losses: list[float], captured: Any) -> None:
-        self.batch, self.graphs = torch.arange(6).view(1, 2, 3), captured
-        self.losses, self.batches = iter(losses), set()
-
-    def step(self) -> float:
-        self.batches.add(tuple(self.batch.flatten().tolist()))
-        return next(self.losses)
-
-
-@pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Replace what trains: the losses with graphs, those without, and the graphs are given."""
-
-    def install(with_graphs: list[float], without: list[float], captured: Any) -> list[Stub]:
-        trained: list[Stub] = []
-
-        def training_of(config: Any, device: torch.device) -> Stub:
-            is_plain = config["training.cuda_graphs"] == "false"
-            trained.append(Stub(without if is_plain else with_graphs, None if is_plain else captured))
-            return trained[-1]
-
-        monkeypatch.setattr(graphs, "depthlm", SimpleNamespace(compose=lambda words: dict(x.split("=") for x in words)))
-        monkeypatch.setattr(graphs, "start_process", lambda config: None)
-        monkeypatch.setattr(graphs, "start_distributed", lambda ranks: torch.device("cpu"))
-        monkeypatch.setattr(graphs, "training_of", training_of)
-        return trained
-
-    return install
-
-
-def test_equal_losses_with_graphs_pass_and_any_other_loss_fails(stub: Any) -> None:
-    plain = [3.0, 2.0, 1.0]
-    trained = stub(plain, plain, SimpleNamespace(captured=1, reason=None))
-    line = graphs.check_graphs(["model=mhc"], steps=3)
-    assert line["passed"]
-    assert (line["captured"], line["reason"], line["difference"]) == (1, None, 0.0)
-    # each step has another batch, so that a graph that keeps the first one is found
-    assert [len(each.batches) for each in trained] == [3, 3]
-    for losses in ([3.0, 2.0, 1.0 + 1e-7], [3.0, float("nan"), 1.0]):
-        trained = stub(losses, plain, None)
-        line = graphs.check_graphs(["model=mhc"], steps=3)
-        assert not line["passed"]
-        assert not line["difference"] <= 1e-8
-        assert line["reason"] == "the run takes no graphs"
-        # whether steps without graphs repeat
-        assert line["difference_without_graphs"] == 0.0
-        assert len(trained) == 3
 
 
 def test_annotations_of_the_profiler_are_no_kernels_and_those_of_depth_are_known() -> None:

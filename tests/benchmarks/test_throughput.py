@@ -40,12 +40,3 @@ def test_products_have_the_matrices_of_a_decoder(config: Config) -> None:
     expected = [tuple(x.shape) for name, x in parameters if x.dim() == 2 and not name.startswith("embedding.")]
     assert sorted(tuple(x.shape) for x in gradients if x.dim() == 2) == sorted(expected)
     assert {x.dtype for x in gradients} == {torch.bfloat16}
-
-
-def test_a_missing_peer_only_leaves_out_its_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput, "has_litgpt", lambda: False)
-    pairs = throughput.measurable_pairs()
-    assert len(pairs) == len(throughput.PAIRS) - 3
-    compiled = ["transformers", "transformers again", "depthlm", "plain", "products"]
-    assert throughput.kinds_of("bf16 compiled", pairs) == compiled
-    assert throughput.kinds_of("fp32", throughput.PAIRS) == list(throughput.KINDS[:-1])

@@ -4,7 +4,6 @@ import json
 import socket
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,17 +122,3 @@ def test_wandb_with_a_key_and_no_network_is_a_warning(monkeypatch: pytest.Monkey
     failed = command.attempt("W&B", lambda: command.wandb(config))
     assert failed.state == WARNING
     assert failed.value.startswith("the check failed: ValueError: ")
-
-
-def test_working_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    Properties = namedtuple("Properties", "name total_memory major minor")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: Properties("NVIDIA H100", 80 * 2**30, 9, 0))
-    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 28, 3))
-    monkeypatch.setattr(command, "probe", lambda: replace(OLD, driver="580.1", driver_cuda=(13, 0), failure=None))
-    assert command.devices().value == (
-        "cuda:0: NVIDIA H100, 80.0 GiB, compute capability 9.0; cuda:1: NVIDIA H100, 80.0 GiB, compute capability 9.0; "
-        "NVIDIA driver 580.1, which supports CUDA up to 13.0; torch 2.13.0 is built for CUDA 13.0; NCCL 2.28.3"
-    )

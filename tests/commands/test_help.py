@@ -1,7 +1,6 @@
 """Help on everything, a group, an option or a key; the version; shell completion."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from depthlm.commands.help import describe_option, print_help, setting_meanings
 from depthlm.config import mechanisms
 from depthlm.config.hydra_context import available_groups
 from depthlm.errors import UserError
-from depthlm.locations import REPOSITORY
 
 from ..forks import Forks, environment_with
 
@@ -104,13 +102,6 @@ def test_the_shell_completes_keys_flags_and_runs(
         completed = set(capsys.readouterr().out.split())
         assert words <= completed, line
         assert words or not completed
-
-
-def test_help_does_not_import_torch() -> None:
-    code = "import sys; sys.argv = ['train.py']; from depthlm.__main__ import main\ntry: main('train', ['--help'])\n"
-    code += "except SystemExit: pass\nassert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_depthlm_alone_prints_its_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,20 +149,6 @@ def test_a_terminal_asks_for_the_number(root: Path, monkeypatch: pytest.MonkeyPa
         assert len(names(root)) == left
 
 
-def test_json_lists_what_would_be_removed_and_with_yes_what_was(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["state=failed", "--prune", "--json"], "depthlm runs")
-    (planned,) = json.loads(capsys.readouterr().out)
-    assert planned.pop("bytes") > 0
-    assert planned == {
-        "directory": "outputs/default/broken", "state": "failed", "path": "outputs/default/broken", "kept": None,
-        "removed": False,
-    }  # fmt: skip
-    assert len(names(root)) == 4
-    main(["state=failed", "--prune", "--json", "--yes"], "depthlm runs")
-    assert [entry["removed"] for entry in json.loads(capsys.readouterr().out)] == [True]
-    assert len(names(root)) == 3
-
-
 def test_what_is_kept_is_listed_with_the_reason(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "sweep/new/config.yaml").write_text("mine: 1\n")
     main(["directory=*/sweep/*", "--prune", "--yes"], "depthlm runs")

@@ -164,21 +164,6 @@ def test_without_the_hub_the_command_that_prepares_is_still_printed(checkout: Pa
         assert unprepared.value.remedy.splitlines()[-1].strip() == f"python data/prepare.py data={name}"
 
 
-def test_validation_sets_may_be_given_in_a_file_one_by_one_or_at_once(mirrors: Mirrors, checkout: Path) -> None:
-    names = ("wikitext", "ptb")
-    (checkout / "mine/data").mkdir(parents=True)
-    sources = [f"  {name}: {{source: {checkout}/{name}.jsonl}}\n" for name in names]
-    (checkout / "mine/data/mine.yaml").write_text(f"defaults: [lm1b]\nvalidation:\n{''.join(sources)}")
-    for name in names:
-        (checkout / f"{name}.jsonl").write_text('{"text": "some text"}\n')
-    overrides = [*mirrors.overrides("lm1b")[1:], *RUN]
-    config = compose(["data=mine", *overrides], config_dir="mine")
-    one_by_one = [f"data.validation.{name}.source={checkout}/{name}.jsonl" for name in names]
-    at_once = ",".join(f"{name}:{{source:{checkout}/{name}.jsonl}}" for name in names)
-    for typed in (one_by_one, [f"data.validation={{{at_once}}}"]):
-        assert compose(["data=lm1b", *typed, *overrides]).data == config.data
-
-
 @pytest.mark.slow
 def test_a_validation_set_may_come_from_the_hub(hub: FakeHub, mirrors: Mirrors, command: Command) -> None:
     further = "data.validation={pile:{hub:monology/pile-uncopyrighted},web:{hub:allenai/c4,subset:en}}"

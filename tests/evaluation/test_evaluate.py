@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +11,10 @@ import torch
 
 import depthlm
 from depthlm.config.arguments import read_arguments
-from depthlm.config.schema import Tracker
 from depthlm.data import Manifest, Tokenizer, bytes_tokenizer, train_bpe
 from depthlm.errors import UserError
 from depthlm.evaluation.evaluate import Evaluate, evaluate
 from depthlm.runs.records import read_run
-from depthlm.training import train
 
 
 def run(*arguments: str) -> dict[str, float]:
@@ -116,25 +113,3 @@ def test_a_directory_without_a_run_or_checkpoint_is_refused(trained: Path, tmp_p
     shutil.copy(trained / "config.yaml", tmp_path)
     with pytest.raises(UserError, match="no checkpoint in it; train it first"):
         run(f"run={tmp_path}")
-
-
-@pytest.mark.slow
-def test_results_go_to_the_wandb_run_of_training(
-    small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert train(depthlm.compose(small_run("tracker=wandb", "training.max_steps=2"))) == 0
-    manifest = json.loads(next((tmp_path / "run/checkpoints").glob("step-*/manifest.json")).read_text())
-    reached: list[object] = []
-
-    class Reached:
-        def close(self, summary: object) -> None:
-            reached.append(summary)
-
-    def start(config: Tracker, directory: Path, settings: object, wandb_id: str) -> Reached:
-        reached.extend([config.wandb, wandb_id])
-        return Reached()
-
-    monkeypatch.setattr("depthlm.evaluation.evaluate.start_trackers", start)
-    found = run(f"run={tmp_path / 'run'}")
-    assert manifest["wandb_id"] is not None
-    assert reached == [True, manifest["wandb_id"], found]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
 
 pytest.importorskip("lm_eval")
 
@@ -17,7 +16,7 @@ from depthlm.config.arguments import read_arguments
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.evaluation.evaluate import Evaluate, evaluate
-from depthlm.evaluation.harness import SUITES, hub_or_cache, jobs_of
+from depthlm.evaluation.harness import SUITES, jobs_of
 from depthlm.evaluation.language_models import HarnessLM
 
 TASK = """task: depth_words
@@ -191,12 +190,3 @@ def test_unknown_tasks_are_refused(trained: Path) -> None:
     for tasks, words in (("paper,piqa", "give paper alone"), ("missing.yaml", "cannot be read")):
         with pytest.raises(UserError, match=words):
             run(f"run={trained}", f"tasks={tasks}")
-
-
-def test_a_hub_that_does_not_answer_is_offline_until_the_tasks_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    for tasks, offline in ((["piqa"], True), (["python_words"], False)):
-        with hub_or_cache(jobs_of(tasks, None)):
-            assert constants.is_offline_mode() == offline
-        assert not constants.is_offline_mode()

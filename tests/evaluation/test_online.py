@@ -138,16 +138,6 @@ def test_a_stop_during_an_evaluation_is_resumed_with_the_task_that_is_missing(
     assert rows(tmp_path / "run") == rows(undisturbed)
 
 
-def test_a_limited_score_is_measured_again_without_the_limit(
-    overrides: Overrides, undisturbed: Path, tmp_path: Path
-) -> None:
-    limited = overrides("evaluation.limit=4", "training.stop_after=4")
-    assert train(depthlm.compose(limited)) == 0
-    assert rows(tmp_path / "run")[4]["evaluation/limit"] == 4
-    assert train(depthlm.compose(overrides("training.stop_after=4"))) == 0
-    assert rows(tmp_path / "run")[4] == rows(undisturbed)[4] | {"evaluation/limit": None}
-
-
 def test_a_mistake_is_reported_before_the_first_step(small_run: Overrides, token_folder: Path, tmp_path: Path) -> None:
     missing = tmp_path / "task.yaml"
     missing.write_text("task: nothing\ndataset_path: json\ndataset_kwargs: {data_files: {test: /nowhere.jsonl}}\n"

@@ -29,16 +29,6 @@ def tokens(*shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0))
 
 
-def test_the_wrapper_shares_the_decoder(wrap: Callable[..., Wrapped]) -> None:
-    causal, decoder = wrap("model=moda")
-    assert causal.decoder is decoder
-    assert not causal.training
-    with torch.no_grad():
-        decoder.final_norm.weight *= 2
-        assert torch.equal(causal(tokens(2, 9)).logits, decoder(tokens(2, 9)))
-        assert torch.equal(causal(tokens(2, 9), return_dict=False, use_cache=False)[0], decoder(tokens(2, 9)))
-
-
 @pytest.mark.parametrize(
     ("side", "overrides"),
     [("right", []), ("left", ["data.document_mask=true"]), ("left", ["data.document_mask=bos"])],

@@ -3,9 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 
 import pytest
 from safetensors import SafetensorError
@@ -13,7 +11,6 @@ from tokenizers import Tokenizer as Encoder
 
 from depthlm.data import Tokenizer, bytes_tokenizer
 from depthlm.errors import UserError
-from depthlm.files import replace_folder
 from depthlm.hugging_face import export
 from depthlm.hugging_face.folder import as_tokenizer, write_tokenizer
 from depthlm.hugging_face.source import collect
@@ -41,25 +38,6 @@ def test_an_earlier_export_is_replaced_completely(make_run: MakeRun, tmp_path: P
     # the same run gives the same files
     export(tmp_path / "moda", tmp_path / "other")
     assert contents(tmp_path / "other") == contents(to)
-
-
-def test_of_two_exports_to_one_folder_at_once_one_is_there_with_all_its_files(tmp_path: Path) -> None:
-    folder, together = tmp_path / "export", Barrier(2, timeout=10)
-
-    def write(run: str) -> None:
-        for number in range(30):
-            together.wait()
-            with replace_folder(folder) as new:
-                for name in ("config.json", "model.safetensors"):
-                    (new / name).write_text(f"{run} {number}")
-
-    with ThreadPoolExecutor() as pool:
-        for done in [pool.submit(write, run) for run in "ab"]:
-            done.result()
-    texts = {file.read_text() for file in folder.iterdir()}
-    assert len(texts) == 1
-    assert texts <= {"a 29", "b 29"}
-    assert [*tmp_path.iterdir()] == [folder]
 
 
 def test_files_that_no_export_wrote_are_kept(make_run: MakeRun, tmp_path: Path) -> None:

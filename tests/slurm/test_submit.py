@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import time
@@ -72,16 +71,6 @@ def test_slurm_replaces_nothing_in_the_folder_of_a_sweep(capsys: pytest.CaptureF
     submit_array(Cluster(), Path("/a/%j/100%"), 0, 1, [], dry_run=True)
     # %% is a % in the names of SLURM's files
     assert "--output=/a/%%j/100%%/log-%A_%a.txt" in shlex.split(capsys.readouterr().out)
-
-
-def test_a_missing_sbatch_is_reported(
-    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submit: Submit
-) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/git").symlink_to(shutil.which("git") or "")
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    with pytest.raises(UserError, match="sbatch: no such command"):
-        submit(*small_run())
 
 
 @pytest.mark.slow

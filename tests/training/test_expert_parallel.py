@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import depthlm
-from depthlm.config import Config, ConfigError
+from depthlm.config import Config
 from depthlm.distributed.launchers import ranks
 from depthlm.model import Decoder
 from depthlm.model.experts import Experts, Spread
@@ -19,7 +19,6 @@ from depthlm.training.engine import build_engine, draw_spread
 from depthlm.training.plan import make_plan
 
 from ..forks import Forks
-from ..ranks import rank_variables
 from ..two_ranks import TwoRanks, train_on_ranks
 from .run_files import Overrides, TrainRun, assert_same, assert_same_run, curve, manifest, weights
 from .synthetic import synthetic_tokens
@@ -165,18 +164,3 @@ def step_with_a_bad_expert(overrides: list[str]) -> tuple[bool, bool]:
 def test_a_bad_gradient_of_an_expert_skips_the_update_on_all_ranks(two_ranks: TwoRanks, small_run: Overrides) -> None:
     overrides = small_run(*SPREAD, "training.micro_batch_size=2")
     assert two_ranks(step_with_a_bad_expert, overrides) == [(False, False)] * 2
-
-
-def test_experts_that_cannot_be_spread_are_refused(monkeypatch: pytest.MonkeyPatch, small_run: Overrides) -> None:
-    for name, value in rank_variables(0, 29500, world_size=4).items():
-        monkeypatch.setenv(name, value)
-    given = ("backbone=qwen3_moe", "size.num_experts=6", "deepspeed.experts=3", "training.batch_size=4")
-    for overrides, message in (
-        (["deepspeed=zero3"], "deepspeed.experts=3 with deepspeed.stage=3: DeepSpeed cannot spread experts"),
-        (["backbone=qwen3"], "deepspeed.experts=3: backbone.mlp=swiglu has no experts"),
-        (["size.num_experts=8"], "deepspeed.experts=3: must divide size.num_experts=8; allowed: 1, 2, 4, 8"),
-        ([], "deepspeed.experts=3: must divide the number of ranks of this run, 4; allowed: 1, 2, 4"),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            depthlm.compose(small_run(*given, *overrides))
-        assert any(error.startswith(message) for error in caught.value.errors), caught.value.errors

@@ -20,12 +20,6 @@ def test_two_ranks_equal_one_and_a_resumed_run_equals_both(train_run: TrainRun, 
     torch.testing.assert_close(losses(one), losses(two), rtol=1e-5, atol=0)
 
 
-def test_a_run_tells_its_mixers(train_run: TrainRun, capsys: pytest.CaptureFixture[str]) -> None:
-    train_run("model=moda", "size.num_layers=3", "backbone.mixers=[delta,attention]", "dry_run=true")
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "mixers 1 delta, 2 attention layers; the attention of moda is in the 2 with keys and values" in shown
-
-
 def test_impossible_mixers_are_refused(small_run: Overrides) -> None:
     for overrides, message in (
         (["backbone.mixers=[softmax]"], "must be a list of one or more of attention, latent, delta"),

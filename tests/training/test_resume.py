@@ -1,19 +1,16 @@
 """A resumed run equals an uninterrupted one bit for bit; run directories that cannot be resumed are refused."""
 
-import errno
 import fcntl
 import itertools
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 import depthlm
-from depthlm.config.saved import signed_config_text
 from depthlm.data import open_corpus, validation_batches
 from depthlm.errors import UserError
 from depthlm.files import read_json
@@ -114,19 +111,6 @@ def test_the_rows_of_a_killed_run_and_the_training_time_in_them_are_those_of_an_
     assert times[8] == read_json(straight / "summary.json")["wall_seconds"]
 
 
-def test_a_validation_missed_because_of_a_kill_is_run_on_resuming(
-    trained: TrainRun, train_run: TrainRun, small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("depthlm.training.validation.total_loss", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            train(depthlm.compose(small_run("training.max_steps=2")))
-    assert not (tmp_path / "run/summary.json").exists()
-    runs = (train_run("training.max_steps=2"), trained("training.max_steps=2", name="undisturbed"))
-    resumed, undisturbed = (read_json(run / "summary.json")["validation_loss"] for run in runs)
-    assert resumed == undisturbed
-
-
 def test_a_run_does_not_resume_on_other_tokens(train_run: TrainRun, small_run: Overrides, tmp_path: Path) -> None:
     overrides = (f"data.source={tmp_path}/source", f"data.path={tmp_path}/mine", "training.checkpoint_every=2")
     (tmp_path / "source").mkdir()
@@ -180,14 +164,6 @@ def test_a_run_resumes_from_what_another_process_saved_while_it_waited_for_the_l
     assert [row[0] for row in curve(resumed)] == [1, 2, 3, 4]
 
 
-def test_a_file_system_without_locks_is_logged_and_used(
-    train_run: TrainRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOTSUP, "Operation not supported")))
-    train_run("training.max_steps=1")
-    assert "cannot be locked" in capsys.readouterr().out
-
-
 def test_a_run_directory_that_ranks_do_not_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("depthlm.runs.directory.SHARED_SECONDS", 0.1)
     with pytest.raises(UserError, match=r"rank 3 on .* does not see what rank 0 has written there"):
@@ -202,17 +178,6 @@ def test_a_run_directory_that_ranks_do_not_share_is_refused(tmp_path: Path, monk
     with pytest.raises(UserError, match=r"rank 3 on .* does not see what rank 0 has written there"):
         run_directory.check_shared(tmp_path / "stale", 3, marks[1])
     run_directory.check_shared(tmp_path / "shared", 3, marks[1])
-
-
-def test_an_attempt_without_a_checkpoint_does_not_claim_the_directory(
-    train_run: TrainRun, small_run: Overrides, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match="fewer than one sequence"):
-        train(depthlm.compose(small_run("data.max_tokens=10", f"data.path={tmp_path}/tokens")))
-    assert not (tmp_path / "run").exists()
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.yaml").write_text(signed_config_text(depthlm.compose(small_run("seed=77"))))
-    train_run("training.max_steps=1")
 
 
 def test_load_returns_the_newest_weights(train_run: TrainRun, tmp_path: Path) -> None:

@@ -93,17 +93,6 @@ def test_a_fork_continues_from_the_state_with_other_settings(
     assert not (tmp_path / "shorter").exists()
 
 
-@pytest.mark.slow
-def test_the_first_mean_loss_of_a_fork_has_its_own_updates_only(train_run: TrainRun) -> None:
-    shared = ("training.max_steps=8", "training.checkpoint_every=100", "training.log_every=4")
-    source = train_run(*shared, "training.stop_after=6", name="source")
-    from_6 = f"fork_from={source}/checkpoints/step-00000006"
-    forks = (train_run(*shared, from_6, f"training.log_every={every}", name=f"each-{every}") for every in (4, 1))
-    rows, each = (list(read_metrics(fork / "metrics.jsonl")) for fork in forks)
-    assert [row["step"] for row in each] == [7, 8]
-    assert rows[-1]["mean_loss"] == pytest.approx((each[0]["loss"] + each[1]["loss"]) / 2, rel=1e-9)
-
-
 def test_a_fork_that_cannot_use_the_state_or_has_no_valid_checkpoint_is_refused_before_the_model_is_built(
     trained: TrainRun, small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,12 +143,6 @@ def test_a_complete_run_without_its_checkpoints_warns_and_retrains_on_request(
     capfd.readouterr()
     assert train(again) == 0
     assert "step 1/4" not in capfd.readouterr().out
-
-
-def test_a_complete_run_has_no_step_to_profile(trained: TrainRun, small_run: Overrides) -> None:
-    trained("training.max_steps=2")
-    with pytest.raises(UserError, match=r"training.profile=true: .* is complete"):
-        train(depthlm.compose(small_run("training.max_steps=2", "training.profile=true")))
 
 
 def kept(run: Path) -> dict[str, bytes]:
