@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,7 @@ def replace_by_the_next(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["verifying", "loading"])
-def test_a_checkpoint_that_training_removes_meanwhile_gives_way_to_the_newest(
-    make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_a_checkpoint_that_training_removes_meanwhile_gives_way_to_the_newest(make_run, monkeypatch, moment):
     run, removed = make_run(), []
 
     def remove_once() -> None:

@@ -12,7 +12,7 @@ from depthlm.locations import PACKAGE, REPOSITORY, command, install_command
 
 
 @pytest.mark.parametrize("package", ["depthlm", "depthlm.data", "depthlm.model"])
-def test_every_public_name_can_be_imported(package: str) -> None:
+def test_every_public_name_can_be_imported(package):
     module = importlib.import_module(package)
     assert all(getattr(module, name) is not None for name in module.__all__)
     assert package != "depthlm" or dir(module) == sorted(module.__all__)
@@ -20,7 +20,7 @@ def test_every_public_name_can_be_imported(package: str) -> None:
         _ = module.nothing
 
 
-def test_importing_a_package_does_not_import_torch() -> None:
+def test_importing_a_package_does_not_import_torch():
     # a command handles Ctrl-C before it imports anything that takes long
     script = (
         "import sys, depthlm.__main__; assert not {'torch', 'hydra', 'pydantic'} & sys.modules.keys(); "
@@ -29,13 +29,13 @@ def test_importing_a_package_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY).returncode == 0
 
 
-def test_training_imports_an_evaluation_only_when_it_is_due() -> None:
+def test_training_imports_an_evaluation_only_when_it_is_due():
     lines = [line for file in (PACKAGE / "training").rglob("*.py") for line in file.read_text().splitlines()]
     assert any("from depthlm.evaluation.online import" in line for line in lines)
     assert not [line for line in lines if line.startswith(("from depthlm.evaluation", "import depthlm.evaluation"))]
 
 
-def test_commands_depend_on_checkout_or_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_depend_on_checkout_or_installation(monkeypatch):
     assert locations.IS_CHECKOUT
     assert Path(REPOSITORY, "train.py").is_file()
     assert command("train.py", "train") == "python train.py"

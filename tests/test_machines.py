@@ -2,7 +2,6 @@
 
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ DOCKERFILES = sorted((REPOSITORY / "docker").glob("*.Dockerfile"))
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
-def test_a_dockerfile_copies_files_and_installs_extras_that_exist(file: Path) -> None:
+def test_a_dockerfile_copies_files_and_installs_extras_that_exist(file):
     text = file.read_text()
     for line in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE):
         assert [name for name in line.split() if not (REPOSITORY / name).exists()] == []

@@ -1,7 +1,6 @@
 """The optimizers: their settings, the bytes of their states, and optimizers of the user."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,6 @@ from depthlm.optimizers.build import build_optimizer, state_bytes
 from depthlm.optimizers.muon import MuonAndAdamW
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
-
-Overrides = Callable[..., list[str]]
 
 # of pytorch_optimizer
 LIBRARY = ("ademamix", "soap", "schedule_free")
@@ -66,7 +63,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         *(pytest.param(name, "qwen3", marks=pytest.mark.slow) for name in ("adamw", "ademamix", "schedule_free")),
     ],
 )
-def test_the_bytes_of_the_states_equal_those_of_an_optimizer_after_a_step(mine: Path, name: str, backbone: str) -> None:
+def test_the_bytes_of_the_states_equal_those_of_an_optimizer_after_a_step(mine, name, backbone):
     if name in LIBRARY:
         pytest.importorskip("pytorch_optimizer")
     given = ["size=micro", "model=dca", f"backbone={backbone}", f"optimizer={name}", "schedule=constant"]
@@ -83,7 +80,7 @@ def test_the_bytes_of_the_states_equal_those_of_an_optimizer_after_a_step(mine: 
     assert MemoryEstimator(config, "cuda").states(0, 1).optimizer == sum(t.nbytes for t in tensors)
 
 
-def test_muon_has_one_state_for_each_hidden_matrix_and_adamw_two() -> None:
+def test_muon_has_one_state_for_each_hidden_matrix_and_adamw_two():
     counted = {}
     for name in ("adamw", "muon"):
         config = compose_anywhere(["size=360m", f"optimizer={name}"])
@@ -97,7 +94,7 @@ def test_muon_has_one_state_for_each_hidden_matrix_and_adamw_two() -> None:
 
 
 @pytest.mark.slow
-def test_states_per_parameter_are_those_of_the_papers() -> None:
+def test_states_per_parameter_are_those_of_the_papers():
     pytest.importorskip("pytorch_optimizer")
     counted = {}
     for name in LIBRARY:
@@ -130,7 +127,7 @@ def with_muon(stack: Tensor, gradients: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(4, 24, 40), (4, 40, 24)], ids=["wide", "tall"])
-def test_muon_updates_each_expert_as_torchs_muon_updates_its_matrix_alone(shape: tuple[int, int, int]) -> None:
+def test_muon_updates_each_expert_as_torchs_muon_updates_its_matrix_alone(shape):
     torch.manual_seed(0)
     stack, *gradients = torch.randn(5, *shape)
     # experts that get few tokens have small gradients, those that get none have gradients of zero
@@ -150,7 +147,7 @@ def test_muon_updates_each_expert_as_torchs_muon_updates_its_matrix_alone(shape:
     torch.testing.assert_close(some, updated[1:3], rtol=0, atol=1e-4)
 
 
-def test_an_optimizer_of_the_user_trains_and_resumes(mine: Path, small_run: Overrides, tmp_path: Path) -> None:
+def test_an_optimizer_of_the_user_trains_and_resumes(mine, small_run, tmp_path):
     for steps in (2, 4):
         more = ("training.max_steps=4", f"training.stop_after={steps}")
         assert train(depthlm.compose(small_run("optimizer=sign", *more), mine)) == 0
@@ -159,7 +156,7 @@ def test_an_optimizer_of_the_user_trains_and_resumes(mine: Path, small_run: Over
     assert losses[-1] < losses[0]
 
 
-def test_an_optimizer_of_the_user_states_what_it_refuses(mine: Path) -> None:
+def test_an_optimizer_of_the_user_states_what_it_refuses(mine):
     for overrides, error in (
         (["optimizer.settings.share=2"], "optimizer.settings.share=2: must be above 0 and at most 1"),
         (["optimizer.settings.share=x"], "optimizer: my_optimizers.Sign: '<' not supported between instances of 'int' "
@@ -174,7 +171,7 @@ def test_an_optimizer_of_the_user_states_what_it_refuses(mine: Path) -> None:
         assert refused.value.errors == [error]
 
 
-def test_what_a_librarys_optimizer_needs_is_refused_with_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_librarys_optimizer_needs_is_refused_with_what_is_allowed(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "pytorch_optimizer", None)
         with pytest.raises(ConfigError, match=r"pytorch_optimizer is not installed; pip install .*optimizers"):

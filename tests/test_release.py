@@ -11,7 +11,7 @@ import depthlm
 from depthlm.locations import REPOSITORY
 
 
-def test_the_version_and_its_date_are_the_same_everywhere() -> None:
+def test_the_version_and_its_date_are_the_same_everywhere():
     citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
     changelog = (REPOSITORY / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d{2}-\d{2})$", changelog, re.MULTILINE)
@@ -20,14 +20,14 @@ def test_the_version_and_its_date_are_the_same_everywhere() -> None:
     assert versions == sorted(versions, key=lambda one: [int(part) for part in one[0].split(".")], reverse=True)
 
 
-def test_the_citation_has_what_its_format_requires() -> None:
+def test_the_citation_has_what_its_format_requires():
     citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
     assert {"cff-version", "title", "message", "authors"} <= citation.keys()
     assert isinstance(citation["date-released"], date)
     assert citation["license"] in (REPOSITORY / "pyproject.toml").read_text()
 
 
-def test_the_wheel_has_classifiers_and_the_addresses_of_the_papers() -> None:
+def test_the_wheel_has_classifiers_and_the_addresses_of_the_papers():
     # raises ValueError for a classifier that PyPI does not know
     metadata = ProjectMetadata(str(REPOSITORY), PluginManager()).core
     assert "Programming Language :: Python :: 3.11" in metadata.classifiers

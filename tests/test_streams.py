@@ -4,7 +4,6 @@ import io
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -21,7 +20,7 @@ NASTY = "\x1b]0;owned\x07\x1b[2Jname\r\x9b31m\u202e\ud83d"
 
 
 @given(st.text(st.characters()))
-def test_printable_text_is_unchanged_but_for_control_characters(text: str) -> None:
+def test_printable_text_is_unchanged_but_for_control_characters(text):
     shown = printable(text)
     assert not any(ord(c) < 32 and c not in "\n\t" for c in shown)
     shown.encode("utf-8")
@@ -29,7 +28,7 @@ def test_printable_text_is_unchanged_but_for_control_characters(text: str) -> No
         assert shown == text
 
 
-def test_the_console_and_errors_show_control_characters_as_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_console_and_errors_show_control_characters_as_escapes(capsys):
     output = io.StringIO()
     PlainConsole(file=output, width=200).print(f"[bold]{NASTY}[/]")
     with pytest.raises(SystemExit):
@@ -50,7 +49,7 @@ def command(script: str, **environment: str) -> subprocess.CompletedProcess[byte
     return subprocess.run(["bash", "-c", script], cwd=REPOSITORY, env=variables, capture_output=True)
 
 
-def test_closed_streams_are_opened_so_that_no_file_takes_their_place(tmp_path: Path) -> None:
+def test_closed_streams_are_opened_so_that_no_file_takes_their_place(tmp_path):
     # a library that writes to descriptor 1 or 2 would write into the first file that is opened
     code = (
         "from depthlm.streams import prepare_streams; prepare_streams(); import os, sys; "
@@ -62,7 +61,7 @@ def test_closed_streams_are_opened_so_that_no_file_takes_their_place(tmp_path: P
     assert command("$PY train.py --version >&- 2>&-").returncode == 0
 
 
-def test_text_is_utf8_in_any_locale() -> None:
+def test_text_is_utf8_in_any_locale():
     code = (
         "import sys; sys.path.insert(0, '.'); import locale; "
         "locale.getpreferredencoding = lambda *_: 'UTF-8' if sys.flags.utf8_mode else 'ISO-8859-1'; "

@@ -18,10 +18,10 @@ def product() -> list[Path]:
     return [Path(name) for name in listed.splitlines()]
 
 
-def test_no_file_is_long() -> None:
+def test_no_file_is_long():
     assert [name for name in product() if len((REPOSITORY / name).read_text().splitlines()) > LINES] == []
 
 
-def test_no_folder_has_many_files() -> None:
+def test_no_folder_has_many_files():
     counts = Counter(str(name.parent) for name in product() if name.name != "__init__.py")
     assert [folder for folder, count in counts.items() if count > FILES and folder != UNBOUNDED] == []

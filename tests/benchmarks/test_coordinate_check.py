@@ -1,14 +1,12 @@
 """The coordinate check measures what a parametrization is for: changes that do not grow with width and depth."""
 
-from pathlib import Path
-
 import pytest
 
 from benchmarks import coordinate_check
 
 
 @pytest.mark.slow
-def test_only_the_changes_of_the_standard_parametrization_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_changes_of_the_standard_parametrization_grow(tmp_path, monkeypatch):
     monkeypatch.setattr(coordinate_check, "AXES", {"width": (1, 4), "depth": (1, 4)})
     results = coordinate_check.measure(["vanilla"], steps=3)
     growth = {

@@ -34,12 +34,12 @@ def made_up(gain: float = 0.0, **offsets: float) -> Study:
     return Study(list(losses), losses, parameters)
 
 
-def test_the_question_does_not_change_with_the_results() -> None:
+def test_the_question_does_not_change_with_the_results():
     text = Path(RESULTS / "question.md").read_bytes()
     assert hashlib.sha256(text).hexdigest() == "f86251e70854e13c61b0aeb8ddac4bab1da994e5e81c88f0efc354affab79141"
 
 
-def test_a_slope_is_the_change_per_doubling_with_its_interval() -> None:
+def test_a_slope_is_the_change_per_doubling_with_its_interval():
     gaps = {(layers, seed): 0.3 - 0.05 * math.log2(layers) for layers, seed in itertools.product(LAYERS, SEEDS)}
     exact = slope(gaps, LAYERS)
     assert exact is not None
@@ -56,14 +56,14 @@ def test_a_slope_is_the_change_per_doubling_with_its_interval() -> None:
     assert (found.mean, found.low, found.high) == pytest.approx((line[1], line[1] - half, line[1] + half), rel=1e-4)
 
 
-def test_the_answers_find_a_gain_of_learned_reads_and_none_without_it() -> None:
+def test_the_answers_find_a_gain_of_learned_reads_and_none_without_it():
     shape, means, *_ = depth.answers(made_up(0.05)).rows
     assert [cell.bold for cell in shape] == [False, True, False, True, True, False, True]
     assert [cell.bold for cell in means] == [False, True, False, True, False, False, False]
     assert not any(cell.bold for row in depth.answers(made_up()).rows for cell in row)
 
 
-def test_the_means_over_depths_and_over_mechanisms_have_intervals_of_student() -> None:
+def test_the_means_over_depths_and_over_mechanisms_have_intervals_of_student():
     gaps = {(n, seed): 0.1 * place + 0.01 * float(seed) for place, n in enumerate(LAYERS) for seed in SEEDS}
     found = depth.over_depths(made_up(), gaps)
     assert found is not None
@@ -76,7 +76,7 @@ def test_the_means_over_depths_and_over_mechanisms_have_intervals_of_student() -
     assert depth.over_mechanisms([found, None]) is None
 
 
-def test_the_interval_of_two_groups_over_mechanisms_is_welchs() -> None:
+def test_the_interval_of_two_groups_over_mechanisms_is_welchs():
     slopes = [[0.1, 0.2, 0.4], [0.5, 0.9, 0.8, 1.0]]
     found = between_mechanisms(*([depth.Difference(x, x, x, 12, False) for x in group] for group in slopes))
     means, errors = [np.mean(g) for g in slopes], [np.var(g, ddof=1) / len(g) for g in slopes]

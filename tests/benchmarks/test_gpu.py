@@ -54,7 +54,7 @@ def after(minutes: float = 10) -> float:
     return time.monotonic() + 60 * minutes
 
 
-def test_a_rung_that_fails_records_its_error_and_the_next_one_runs(rung: Any, tmp_path: Path) -> None:
+def test_a_rung_that_fails_records_its_error_and_the_next_one_runs(rung, tmp_path):
     rungs = [rung("broken", "raise RuntimeError('no memory')"), rung("sound")]
     assert gpu.climb(rungs, tmp_path, after(), rehearse=False) == (["broken"], None)
     broken, sound = written(tmp_path, "broken"), written(tmp_path, "sound")
@@ -65,14 +65,14 @@ def test_a_rung_that_fails_records_its_error_and_the_next_one_runs(rung: Any, tm
     assert "error" not in sound["rung"]
 
 
-def test_a_rung_that_does_not_fit_into_the_time_left_is_not_started(rung: Any, tmp_path: Path) -> None:
+def test_a_rung_that_does_not_fit_into_the_time_left_is_not_started(rung, tmp_path):
     # the first one would otherwise never run where a machine is lent for a shorter time
     rungs = [rung("first", minutes=9), rung("second", minutes=1.5), rung("third", minutes=3), rung("fourth", minutes=0)]
     assert gpu.climb(rungs, tmp_path, after(1), rehearse=False) == ([], "third")
     assert {path.stem for path in tmp_path.glob("*.json")} == {"first", "second"}
 
 
-def test_rungs_run_side_by_side_and_are_stopped_at_their_limits_with_their_processes(rung: Any, tmp_path: Path) -> None:
+def test_rungs_run_side_by_side_and_are_stopped_at_their_limits_with_their_processes(rung, tmp_path):
     # each waits for the other one
     source = (
         "here = pathlib.Path(__file__)\nhere.with_suffix('.here').touch()\n"
@@ -91,7 +91,7 @@ def test_rungs_run_side_by_side_and_are_stopped_at_their_limits_with_their_proce
     assert not marker.exists()
 
 
-def test_a_signal_stops_the_rungs_that_run_and_their_results_are_kept(rung: Any, tmp_path: Path) -> None:
+def test_a_signal_stops_the_rungs_that_run_and_their_results_are_kept(rung, tmp_path):
     signal.signal(signal.SIGALRM, gpu.stop)
     signal.setitimer(signal.ITIMER_REAL, 0.8)
     rungs = [rung(name, "time.sleep(60)", part=1) for name in ("a", "b")]
@@ -101,9 +101,7 @@ def test_a_signal_stops_the_rungs_that_run_and_their_results_are_kept(rung: Any,
         assert written(tmp_path, name)["lines"] == ["full"]
 
 
-def test_from_continues_and_a_rehearsal_leaves_the_readme_alone(
-    rung: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_from_continues_and_a_rehearsal_leaves_the_readme_alone(rung, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "RUNGS", (rung("first", part=1), rung("second", minutes=0.1), rung("third", minutes=5)))
     before, output = README.read_text(), tmp_path / "results"
     command = ["gpu.py", "--rehearse", "--from", "second", "--minutes", "1", "--output", str(output)]
@@ -116,7 +114,7 @@ def test_from_continues_and_a_rehearsal_leaves_the_readme_alone(
     assert (output / "README.md").exists()
 
 
-def test_the_parts_fit_into_a_quarter_of_an_hour_and_the_readme_lists_the_rungs() -> None:
+def test_the_parts_fit_into_a_quarter_of_an_hour_and_the_readme_lists_the_rungs():
     assert len(gpu.PARTS) * gpu.MINUTES <= 15
     # nothing after it is started before the mechanisms are measured
     assert sum(rung.minutes for rung in gpu.RUNGS if rung.name in ("device", "mechanisms", "presets")) < gpu.MINUTES
@@ -131,7 +129,7 @@ def test_the_parts_fit_into_a_quarter_of_an_hour_and_the_readme_lists_the_rungs(
 LINE = {"preset": "vanilla", "size": "1.5b", "mode": "eager", "micro_batch_size": 8, "sequence_length": 2048}
 
 
-def test_tables_are_written_from_the_results_of_each_device() -> None:
+def test_tables_are_written_from_the_results_of_each_device():
     measured = {"tokens_per_second": 51234.5, "microseconds_per_token": 19.52, "mfu": 0.4567, "launches": 5723,
                 "gpu_seconds": 0.3125, "peak_memory_gib": 52.04, "estimated_memory_gib": 52.34,
                 "first_step_seconds": 3.21}  # fmt: skip
@@ -167,7 +165,7 @@ def test_tables_are_written_from_the_results_of_each_device() -> None:
     ],
     ids=["one", "all"],
 )
-def test_a_rehearsal_runs_rungs_to_the_end(names: list[str], tmp_path: Path) -> None:
+def test_a_rehearsal_runs_rungs_to_the_end(names, tmp_path):
     pytest.importorskip("triton")
     command = [sys.executable, "benchmarks/gpu.py", "--rehearse", "--output", str(tmp_path), "--only", *names]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)

@@ -7,7 +7,7 @@ from benchmarks.shared import reporting
 from depthlm.config import compose_anywhere
 
 
-def test_chunks_fill_the_same_cache() -> None:
+def test_chunks_fill_the_same_cache():
     task = inference.Task(["size=micro"], batch=2, prompt=11, new=2)
     model, tokens_bt = inference.build("moda", task)
     whole, parts = (inference.filled_cache(model, tokens_bt, task._replace(chunk=chunk)) for chunk in (None, 4))
@@ -17,7 +17,7 @@ def test_chunks_fill_the_same_cache() -> None:
             torch.testing.assert_close(one, other)
 
 
-def test_the_table_of_dca_compares_with_the_model_that_reads_all_outputs() -> None:
+def test_the_table_of_dca_compares_with_the_model_that_reads_all_outputs():
     paper = reporting.read_table(inference.TABLES, "dca_24")
     # the paper: k = 2 has "48% lower inference latency compared to k = 24"
     lines = {}

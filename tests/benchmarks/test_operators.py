@@ -1,7 +1,5 @@
 """The operators of benchmarks/kernels.py: their floors, their inputs, and a paper's settings."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -20,7 +18,7 @@ def make() -> Make:
     return Make(torch.Generator().manual_seed(0), torch.float32)
 
 
-def test_floors_equal_those_counted_by_hand() -> None:
+def test_floors_equal_those_counted_by_hand():
     # 3b: 32 query and 8 key/value heads of 64, D 2048
     assert operators.value_mix_values(n=3, h=32, k=8, e=64) == 3 * (2048 + 3 * 1024) + 2 * 512 == 16_384
     assert operators.reads_values(s=8, n=49, d=2048) == 3 * 100_352 + 2 * 16_384 == 333_824
@@ -35,7 +33,7 @@ def test_floors_equal_those_counted_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", ["depth_value_mix", "gated_reads", "merged_attention"])
-def test_triton_and_pytorch_agree_on_the_inputs(name: str) -> None:
+def test_triton_and_pytorch_agree_on_the_inputs(name):
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the benchmark compares them itself")
@@ -52,7 +50,7 @@ def test_triton_and_pytorch_agree_on_the_inputs(name: str) -> None:
         ("gated_reads", "dca", DeepCrossAttention),
     ],
 )
-def test_numbers_of_reads_and_sources_equal_those_of_the_decoder(name: str, model: str, kind: Any) -> None:
+def test_numbers_of_reads_and_sources_equal_those_of_the_decoder(name, model, kind):
     decoder = depthlm.build_model(compose_anywhere(["size=1.5b", f"model={model}"]), "meta")
     middle = [x for x in decoder.modules() if isinstance(x, kind) and x.spec.layer == decoder.size.num_layers // 2]
     phases = [(x, x.read_ahead) for x in middle if x.read_ahead is not None]
@@ -63,7 +61,7 @@ def test_numbers_of_reads_and_sources_equal_those_of_the_decoder(name: str, mode
     assert (len(case.run()[0]), len(case.inputs) - PARAMETERS[name]) == (reads, ahead.num_fixed)
 
 
-def test_the_thirteen_settings_of_moda_are_consistent() -> None:
+def test_the_thirteen_settings_of_moda_are_consistent():
     rows = read_table("moda_efficiency")
     assert [row["row"] for row, _ in rows] == [*range(1, 14)]
     assert [(shape.length, shape.h, shape.k, shape.e, shape.entries) for _, shape in rows] == [

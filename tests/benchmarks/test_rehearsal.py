@@ -47,7 +47,7 @@ def rehearsed(folder: Path, *arguments: str, status: int = 0) -> Lines:
     return {line["preset"]: line for line in json.loads((folder / "rehearsal.json").read_text())["lines"]}
 
 
-def test_a_step_of_each_preset_stays_within_its_memory_and_the_estimate_equals_it(tmp_path: Path) -> None:
+def test_a_step_of_each_preset_stays_within_its_memory_and_the_estimate_equals_it(tmp_path):
     lines = rehearsed(tmp_path, "size.num_layers=8")
     for preset, line in lines.items():
         assert line["saved_gib"] < SAVED_GIB[preset], preset
@@ -62,7 +62,7 @@ def test_a_step_of_each_preset_stays_within_its_memory_and_the_estimate_equals_i
 
 
 @pytest.mark.release
-def test_no_kernel_spills_many_registers(tmp_path: Path) -> None:
+def test_no_kernel_spills_many_registers(tmp_path):
     """A few cost little: on an H200, denseformer's backward pass takes 1.54 ms with 56 bytes, and 1.99 without."""
     lines = rehearsed(tmp_path, "--code", "size.num_layers=24")
     for preset, line in lines.items():
@@ -77,8 +77,8 @@ def test_no_kernel_spills_many_registers(tmp_path: Path) -> None:
     ("precision", "presets"), [("bf16", "vanilla,mhc"), pytest.param("autocast", "moda,dca", marks=pytest.mark.release)]
 )
 def test_the_estimate_holds_with_activation_checkpointing_and_a_mistake_costs_no_other_preset(
-    precision: str, presets: str, tmp_path: Path
-) -> None:
+    precision, presets, tmp_path
+):
     arguments = ["--presets", f"nonsense,{presets}", "size.num_layers=6", "training.activation_checkpointing=true"]
     lines = rehearsed(tmp_path, "--precision", precision, *arguments, status=1)
     assert [*lines] == presets.split(",")
@@ -89,7 +89,7 @@ def test_the_estimate_holds_with_activation_checkpointing_and_a_mistake_costs_no
     assert all(f"| {preset} | 1.5b | {line['launches']:,} |" in markdown(results) for preset, line in lines.items())
 
 
-def test_compiled_sublayers_launch_few_kernels(tmp_path: Path) -> None:
+def test_compiled_sublayers_launch_few_kernels(tmp_path):
     most = {"attention_residuals": 700, "mhc": 620}
     lines = rehearsed(tmp_path, "--compile", "--presets", ",".join(most), "size.num_layers=8")
     for preset, line in lines.items():
@@ -103,7 +103,7 @@ def test_compiled_sublayers_launch_few_kernels(tmp_path: Path) -> None:
     [["dca", "mhc_deepseek_v4", "moda", "vanilla"], pytest.param(PRESETS, marks=pytest.mark.release)],
     ids=["few", "all"],
 )
-def test_the_host_waits_once_per_step_and_a_graph_captures_the_same_in_each_micro_batch(presets: list[str]) -> None:
+def test_the_host_waits_once_per_step_and_a_graph_captures_the_same_in_each_micro_batch(presets):
     command = [sys.executable, "-m", "tests.benchmarks.fake_capture", *presets]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ from depthlm.locations import REPOSITORY
 MACHINE = {"device": "NVIDIA H200", "threads": 16, "versions": {"torch": "2.11.0"}}
 
 
-def test_annotations_of_the_profiler_are_no_kernels_and_those_of_depth_are_known() -> None:
+def test_annotations_of_the_profiler_are_no_kernels_and_those_of_depth_are_known():
     def event(key: str, is_annotation: bool, device: DeviceType = DeviceType.CUDA, time: float = 5.0) -> Any:
         given = {"is_user_annotation": is_annotation, "device_type": device, "self_device_time_total": time}
         return SimpleNamespace(key=key, **given)
@@ -37,7 +37,7 @@ def line_of(preset: str, mode: str, time: float, **more: Any) -> dict[str, Any]:
     return {"preset": preset, "mode": mode, **shape, "microseconds_per_token": time, "peak_memory_gib": 31.0, **more}
 
 
-def test_the_table_of_mechanisms_has_a_row_per_preset_and_the_noise_of_vanilla() -> None:
+def test_the_table_of_mechanisms_has_a_row_per_preset_and_the_noise_of_vanilla():
     kernels = {"launches": 4031, "gpu_seconds": 0.191, "depth_seconds": 0.0042, "first_step_seconds": 4.0}
     lines = [line_of("vanilla", "compiled", 20.0, **kernels), line_of("vanilla", "graphs", 19.0)]
     lines += [line_of("denseformer", "compiled", 30.0, **kernels), line_of("denseformer", "graphs", 28.5)]
@@ -54,7 +54,7 @@ def test_the_table_of_mechanisms_has_a_row_per_preset_and_the_noise_of_vanilla()
     assert "| dca | error |  | 31.0 | 40.0 | 2.105 |" in text
 
 
-def test_the_committed_results_still_make_tables() -> None:
+def test_the_committed_results_still_make_tables():
     from benchmarks import gpu
 
     folder = REPOSITORY / "benchmarks/results/gpu-nvidia-h200"

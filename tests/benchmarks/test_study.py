@@ -29,12 +29,12 @@ def records() -> page.Records:
 
 
 @pytest.mark.slow
-def test_the_tables_of_the_page_are_those_of_the_records(records: page.Records) -> None:
+def test_the_tables_of_the_page_are_those_of_the_records(records):
     text = page.PAGE.read_text()
     assert page.with_blocks(text, page.blocks(records)) == text, "run `python benchmarks/study/page.py`"
 
 
-def test_the_tables_on_transfer_are_those_of_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tables_on_transfer_are_those_of_the_records(monkeypatch):
     lines = archive.lines_of("transfer")
     assert Path(archive.points_of("transfer")[-1].directory).name in lines
     numbers = "optimizer.lr", "size.num_layers", "size.hidden_size"
@@ -53,7 +53,7 @@ def test_the_tables_on_transfer_are_those_of_the_records(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_the_study_has_its_mechanisms_with_their_parameters_and_is_drawn(records: page.Records, tmp_path: Path) -> None:
+def test_the_study_has_its_mechanisms_with_their_parameters_and_is_drawn(records, tmp_path):
     study = depth.study_of(records.depth)
     every = {*depth.STATIC, *depth.LEARNED}
     assert {name for name, _ in study.planned} == {"vanilla", *every, *depth.WIDER}
@@ -77,7 +77,7 @@ def test_the_study_has_its_mechanisms_with_their_parameters_and_is_drawn(records
 CONSTANTS = {"0.9", "0.95", "0.1", "0.06"}
 
 
-def test_every_number_in_the_prose_is_in_a_table() -> None:
+def test_every_number_in_the_prose_is_in_a_table():
     text = page.PAGE.read_text()
     number = r"(?<![\w.])[-+]?\d+\.\d+(?![\w]|\.\d)"
     tables = set(re.findall(number, " ".join(re.findall(r"<!-- \w+ -->\n(.*?)<!-- end -->", text, re.DOTALL))))
@@ -107,7 +107,7 @@ def assert_trained_as_said(point: Point, line: dict[str, Any] | None) -> bool:
 
 
 @pytest.mark.slow
-def test_runs_of_the_page_trained_as_their_experiments_say(records: page.Records) -> None:
+def test_runs_of_the_page_trained_as_their_experiments_say(records):
     for experiment, sweep in (("depth", records.depth), ("sizes", records.sizes)):
         lines = archive.lines_of(experiment)
         points = [sweep.rows[place].points[0] for place in (0, -1)]
@@ -115,7 +115,7 @@ def test_runs_of_the_page_trained_as_their_experiments_say(records: page.Records
 
 
 @pytest.mark.release
-def test_every_recorded_run_trained_as_its_experiment_says() -> None:
+def test_every_recorded_run_trained_as_its_experiment_says():
     compared = 0
     for experiment in archive.EXPERIMENTS:
         lines = archive.lines_of(experiment)
@@ -126,7 +126,7 @@ def test_every_recorded_run_trained_as_its_experiment_says() -> None:
 
 
 @pytest.mark.release
-def test_the_points_of_the_page_repeat_to_the_last_digit(tmp_path: Path, records: page.Records) -> None:
+def test_the_points_of_the_page_repeat_to_the_last_digit(tmp_path, records):
     here = archive.place(environment.describe("cpu"))
     # processors of one name may have other vector instructions, with which the last digits differ
     vectors = (torch.backends.cpu.get_cpu_capability(), torch.cpu._is_amx_tile_supported())

@@ -2,8 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -22,7 +20,7 @@ OVERHEADS = {
 
 
 @pytest.mark.parametrize("size", OVERHEADS)
-def test_step_times_are_those_of_the_variants_in_the_experiment(size: str) -> None:
+def test_step_times_are_those_of_the_variants_in_the_experiment(size):
     overrides, overheads = mechanisms.read_table(f"depth_attention_step_{size}")
     assert f"size={size}" in overrides
     points = yaml.safe_load((CONF / "experiment/depth_attention/main.yaml").read_text())["experiment"]["points"]
@@ -39,7 +37,7 @@ def test_step_times_are_those_of_the_variants_in_the_experiment(size: str) -> No
         assert overheads[variants[label]] == pytest.approx(printed, abs=0.01)
 
 
-def test_modas_ablation_is_one_shape_in_four_layouts() -> None:
+def test_modas_ablation_is_one_shape_in_four_layouts():
     rows = read_table("moda_ablation")
     assert {shape for _, shape in rows} == {kernels.Shape(1, 1024, 4096, 0, 64, 8, 64, 64)}
     assert all(row["num_heads"] == row["groups"] * row["num_kv_heads"] for row, _ in rows)
@@ -51,9 +49,7 @@ def test_modas_ablation_is_one_shape_in_four_layouts() -> None:
     assert times[0] / times[3] == pytest.approx(1458, abs=0.5)
 
 
-def test_the_kernel_benchmark_reads_the_ablation(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_kernel_benchmark_reads_the_ablation(monkeypatch, capsys, tmp_path):
     command = ["kernels.py", "--table", "moda_ablation", "--divide", "64", "--rounds", "1", "--threads", "1"]
     monkeypatch.setattr(sys, "argv", [*command, "--output", str(tmp_path / "results.json")])
     assert kernels.main() == 0
@@ -70,6 +66,6 @@ def test_the_kernel_benchmark_reads_the_ablation(
         (throughput, "throughput-epyc-2-cores", "benchmarks/README.md"),
     ],
 )
-def test_the_pages_have_the_committed_results(script: Any, results: str, page: str) -> None:
+def test_the_pages_have_the_committed_results(script, results, page):
     measured = json.loads((RESULTS / f"{results}.json").read_text())
     assert script.markdown(measured) in (REPOSITORY / page).read_text()

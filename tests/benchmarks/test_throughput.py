@@ -19,7 +19,7 @@ def config() -> Config:
 
 
 @pytest.mark.parametrize("peer", ["transformers", "litgpt"])
-def test_a_peer_computes_our_logits(config: Config, peer: str) -> None:
+def test_a_peer_computes_our_logits(config, peer):
     pytest.importorskip(peer)
     ours = depthlm.build_model(config, "cpu")
     # norms start at 1, where exchanged ones would go unnoticed
@@ -34,7 +34,7 @@ def test_a_peer_computes_our_logits(config: Config, peer: str) -> None:
     torch.testing.assert_close(theirs, ours(tokens), rtol=1e-5, atol=1e-5)
 
 
-def test_products_have_the_matrices_of_a_decoder(config: Config) -> None:
+def test_products_have_the_matrices_of_a_decoder(config):
     gradients = throughput.products(config, torch.bfloat16, torch.device("cpu"))()
     parameters = depthlm.build_model(config, "meta").named_parameters()
     expected = [tuple(x.shape) for name, x in parameters if x.dim() == 2 and not name.startswith("embedding.")]

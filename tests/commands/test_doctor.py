@@ -3,18 +3,12 @@
 import json
 import socket
 from collections import namedtuple
-from collections.abc import Callable
-from pathlib import Path
-
-import pytest
 
 from depthlm.commands import doctor as command
 from depthlm.commands.doctor import OK, PROBLEM, WARNING, Item, doctor, examine
 from depthlm.config import compose
 from depthlm.machine import environment
 from depthlm.machine.environment import Gpu
-
-from ..forks import Forks
 
 OLD = Gpu(("/dev/nvidia0",), "470.57.02", (11, 4), "2.13.0", "13.0", "The NVIDIA driver on your system is too old")
 Usage = namedtuple("Usage", "total used free")
@@ -24,7 +18,7 @@ def by_name(overrides: list[str]) -> dict[str, Item]:
     return {item.name: item for item in examine(overrides, None)}
 
 
-def test_a_run_would_start_here(small_run: Callable[..., list[str]], tmp_path: Path, forks: Forks) -> None:
+def test_a_run_would_start_here(small_run, tmp_path, forks):
     done = forks.run(["-m", "depthlm", "doctor", "--json", *small_run()])
     assert done.returncode == 0, done.stdout + done.stderr
     output = json.loads(done.stdout)
@@ -36,9 +30,7 @@ def test_a_run_would_start_here(small_run: Callable[..., list[str]], tmp_path: P
     assert not (tmp_path / "run").exists()
 
 
-def test_an_old_driver_is_reported_as_one_problem(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_old_driver_is_reported_as_one_problem(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(environment, "probe", lambda: OLD)
     monkeypatch.setattr(command, "probe", lambda: OLD)
@@ -52,9 +44,7 @@ def test_an_old_driver_is_reported_as_one_problem(
     assert "A run would not start here: 1 problem" in capsys.readouterr().out
 
 
-def test_what_a_run_refuses_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_run_refuses_is_a_problem(tmp_path, monkeypatch, capsys):
     assert "size=hug: no such size" in by_name(["device=cpu", "size=hug"])["run"].value
     overrides = ["device=cpu", "size=micro", "data=c4", f"data.path={tmp_path}/tokens", f"output_dir={tmp_path}/run"]
     item = by_name(overrides)["run"]
@@ -69,7 +59,7 @@ def test_what_a_run_refuses_is_a_problem(
     assert "A run would not start here: 1 problem" in capsys.readouterr().out
 
 
-def test_a_dry_run_that_fails_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_that_fails_is_a_problem(monkeypatch, capsys):
     def broken(config: object) -> int:
         raise ZeroDivisionError("by zero")
 
@@ -79,7 +69,7 @@ def test_a_dry_run_that_fails_is_a_problem(monkeypatch: pytest.MonkeyPatch, caps
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_packages_in_a_disallowed_version_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_in_a_disallowed_version_are_a_problem(monkeypatch):
     versions = {"torch": "2.0.0", "rich": None, "lm-eval": None}
     known = command.installed_version
     monkeypatch.setattr(
@@ -97,12 +87,12 @@ def test_packages_in_a_disallowed_version_are_a_problem(monkeypatch: pytest.Monk
     assert "not evaluation: pip install -e '.[evaluation]'" in command.extras().value
 
 
-def test_little_free_space_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_little_free_space_is_a_warning(monkeypatch, tmp_path):
     monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(2**40, 2**40, 64 * 2**20))
     assert command.disk(tmp_path / "a/b").state == WARNING
 
 
-def test_wandb_with_a_key_and_no_network_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_with_a_key_and_no_network_is_a_warning(monkeypatch):
     config = compose(["device=cpu"])
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

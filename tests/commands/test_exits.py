@@ -23,7 +23,7 @@ def ended(error: Exception) -> None:
     exit_on_mistake("depthlm x", action)
 
 
-def test_what_the_system_refuses_ends_with_2_and_its_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_system_refuses_ends_with_2_and_its_words(capsys):
     for error, words in (
         (refusal(errno.ENOSPC), "depthlm x: No space left on device: to/file. Make room"),
         (refusal(errno.ENAMETOOLONG), "File name too long"),
@@ -41,7 +41,7 @@ def test_what_the_system_refuses_ends_with_2_and_its_words(capsys: pytest.Captur
         exit_on_mistake("depthlm x", Path("x" * 300).stat)
 
 
-def test_other_errors_keep_their_traceback() -> None:
+def test_other_errors_keep_their_traceback():
     for error in (FileNotFoundError(errno.ENOENT, "no such file", "a"), RuntimeError("a bug"), KeyError("a")):
         with pytest.raises(type(error)):
             ended(error)

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from depthlm.config import mechanisms
 from depthlm.config.hydra_context import available_groups
 from depthlm.errors import UserError
 
-from ..forks import Forks, environment_with
+from ..forks import environment_with
 
 
 def printed(capsys: pytest.CaptureFixture[str], *topics: str) -> str:
@@ -20,9 +19,7 @@ def printed(capsys: pytest.CaptureFixture[str], *topics: str) -> str:
     return capsys.readouterr().out
 
 
-def test_help_contains_everything_or_only_a_group_an_option_a_section_or_a_key(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_help_contains_everything_or_only_a_group_an_option_a_section_or_a_key(capsys):
     text = printed(capsys)
     for word in ("model/connection", "depth_attention/main", "training.max_steps", "run=<directory>", "Exit codes"):
         assert word in text
@@ -40,15 +37,13 @@ def test_help_contains_everything_or_only_a_group_an_option_a_section_or_a_key(
     assert "data.source" not in text
 
 
-def test_help_on_a_group_describes_each_of_its_options() -> None:
+def test_help_on_a_group_describes_each_of_its_options():
     for group, options in available_groups(None).items():
         assert not [option for option in options if not describe_option(group, option, None)], group
 
 
 @pytest.mark.parametrize("names", [["grn_v3", "moda"], pytest.param(mechanisms(), marks=pytest.mark.slow)], ids=len)
-def test_every_setting_of_a_mechanism_has_a_value_and_a_meaning(
-    names: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_setting_of_a_mechanism_has_a_value_and_a_meaning(names, capsys):
     for name in names:
         lines = printed(capsys, f"model={name}").splitlines()
         assert name == "vanilla" or "arXiv" in " ".join(lines)
@@ -61,26 +56,24 @@ def test_every_setting_of_a_mechanism_has_a_value_and_a_meaning(
             assert ["model.connection.separate_qkv", "false", "true"] in [cells[:3] for cells in settings]
 
 
-def test_a_meaning_may_span_lines_and_apply_to_several_settings() -> None:
+def test_a_meaning_may_span_lines_and_apply_to_several_settings():
     text = "Something.\n\na, b: first\n    second line\nc: alone\nNo meaning here."
     assert setting_meanings(text) == {"a": "first second line", "b": "first second line", "c": "alone"}
 
 
-def test_an_unknown_topic_is_refused_with_a_suggestion() -> None:
+def test_an_unknown_topic_is_refused_with_a_suggestion():
     for topic, word in (("modle", "model"), ("model=dcb", "dca"), ("optimzer.lr", "optimizer.lr")):
         with pytest.raises(UserError, match=f"did you mean `{word}`"):
             print_help([topic], None)
 
 
-def test_the_shell_completes_groups_and_options(forks: Forks) -> None:
+def test_the_shell_completes_groups_and_options(forks):
     environment = environment_with(COMP_LINE="python train.py model=dep")
     done = forks.run(["train.py", "-sc", "query=bash"], environment=environment)
     assert done.stdout.split() == ["model=depth_attention"], done.stderr
 
 
-def test_the_shell_completes_keys_flags_and_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shell_completes_keys_flags_and_runs(tmp_path, capsys, monkeypatch):
     for run in ("default/base", "moda/variants/a"):
         (tmp_path / "outputs" / run).mkdir(parents=True)
         (tmp_path / "outputs" / run / "config.yaml").touch()
@@ -104,7 +97,7 @@ def test_the_shell_completes_keys_flags_and_runs(
         assert words or not completed
 
 
-def test_depthlm_alone_prints_its_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_depthlm_alone_prints_its_help(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["depthlm"])
     with pytest.raises(SystemExit) as caught:
         main()
@@ -112,9 +105,7 @@ def test_depthlm_alone_prints_its_help(capsys: pytest.CaptureFixture[str], monke
     assert "generate   " in capsys.readouterr().out
 
 
-def test_a_misspelt_command_or_key_gets_the_nearest_name(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_misspelt_command_or_key_gets_the_nearest_name(capsys, monkeypatch):
     for words, mistake in (
         (["generat"], "depthlm: generat: no such command; allowed: train, prepare, "),
         (["generat"], "; did you mean `generate`?"),
@@ -128,7 +119,7 @@ def test_a_misspelt_command_or_key_gets_the_nearest_name(
         assert mistake in capsys.readouterr().err
 
 
-def test_help_into_a_closed_pipe_ends_quietly(forks: Forks) -> None:
+def test_help_into_a_closed_pipe_ends_quietly(forks):
     reader, writer = os.pipe()
     os.close(reader)
     process = forks.start(["train.py", "--help"], stdout=writer, stderr=(error := os.memfd_create("error")))

@@ -1,7 +1,6 @@
 """The command that prepares a corpus, or imports ids."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,14 +9,10 @@ from depthlm.commands.prepare import main, read_options
 from depthlm.data import Manifest
 from depthlm.errors import UserError
 
-from ..forks import Forks
-
 CORPUS = ["--import-tokens", "ids.npy", "--tokenizer", "bytes", "--to", "ice"]
 
 
-def test_a_corpus_is_prepared_once_and_summarised_and_a_mistake_exits_with_2(
-    corpus_folder: Path, tmp_path: Path, forks: Forks, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_corpus_is_prepared_once_and_summarised_and_a_mistake_exits_with_2(corpus_folder, tmp_path, forks, capsys):
     overrides = ["data=local", f"data.source={corpus_folder}", "data.tokenizer=bytes", f"data.path={tmp_path}/tokens"]
     done = forks.run(["data/prepare.py", *overrides])
     assert done.returncode == 0, done.stderr
@@ -30,9 +25,7 @@ def test_a_corpus_is_prepared_once_and_summarised_and_a_mistake_exits_with_2(
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
 
 
-def test_ids_that_were_tokenized_elsewhere_become_token_files_of_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ids_that_were_tokenized_elsewhere_become_token_files_of_the_working_directory(tmp_path, monkeypatch, capsys):
     ids = [*b"a document", 256, *b"another", 256]
     np.array(ids[:5], "<u4").tofile(tmp_path / "part-0.npy")
     np.array(ids[5:], "<u4").tofile(tmp_path / "part-1.npy")
@@ -62,9 +55,7 @@ def test_ids_that_were_tokenized_elsewhere_become_token_files_of_the_working_dir
         assert words in " ".join(f"{caught.value} {capsys.readouterr().err}".split())
 
 
-def test_options_for_a_corpus_are_refused_beside_ids_and_those_for_ids_without_them(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_options_for_a_corpus_are_refused_beside_ids_and_those_for_ids_without_them(capsys):
     for option in (["--verify"], ["--part", "0/2"], ["--only", "dclm"], ["--config-dir", "conf"]):
         with pytest.raises(SystemExit) as caught:
             read_options([*CORPUS, *option], "prepare")

@@ -29,7 +29,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_json_output_contains_every_field(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_contains_every_field(root, capsys):
     main(["--json", "complete"], "depthlm runs")
     (run,) = json.loads(capsys.readouterr().out)
     age = run.pop("age")
@@ -41,7 +41,7 @@ def test_json_output_contains_every_field(root: Path, capsys: pytest.CaptureFixt
     }  # fmt: skip
 
 
-def test_the_table_shows_names_without_interpreting_markup(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_names_without_interpreting_markup(root, capsys):
     write_run(root, "odd/[red]name[/]", model="a[/b]")
     main([], "depthlm runs")
     printed = capsys.readouterr().out
@@ -53,9 +53,7 @@ def test_the_table_shows_names_without_interpreting_markup(root: Path, capsys: p
     assert re.split(r"  +", line.strip()) == [*cells, "4 days 15 h"]
 
 
-def test_the_table_shows_progress_gpu_hours_and_the_reason_of_a_failure(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_shows_progress_gpu_hours_and_the_reason_of_a_failure(root, capsys):
     write_run(root, "gpu/begun", rows=4, environment_json=ON_GPUS)
     main(["gpu"], "depthlm runs")
     lines = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
@@ -70,14 +68,14 @@ def test_the_table_shows_progress_gpu_hours_and_the_reason_of_a_failure(
     assert lines[3][-2:] == ["2 h", "diverged"]
 
 
-def test_another_root_can_be_given(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_root_can_be_given(root, capsys):
     main(["--root", "outputs/sweep", "begun"], "depthlm runs")
     assert "1 run below outputs/sweep" in capsys.readouterr().out
     with pytest.raises(UserError, match="--root nowhere: no such folder"):
         main(["--root", "nowhere"], "depthlm runs")
 
 
-def test_a_value_that_was_filtered_or_sorted_by_is_a_column(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_that_was_filtered_or_sorted_by_is_a_column(root, capsys):
     with (root / "default/base/config.yaml").open("a") as file:
         file.write("optimizer: {lr: 0.001}\ndata: {name: '[b]'}\n")
     main(["optimizer.lr<1", "loss<9", "--sort", "data"], "depthlm runs")
@@ -89,9 +87,7 @@ def test_a_value_that_was_filtered_or_sorted_by_is_a_column(root: Path, capsys: 
     assert re.split(r"  +", line.strip())[8:10] == ["0.001", "[b]"]
 
 
-def test_a_comparison_prints_results_and_differing_settings_and_draws_both_curves(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_comparison_prints_results_and_differing_settings_and_draws_both_curves(root, capsys):
     main(["--compare", "outputs/default/base", "outputs/default/broken", "--to", "to/here"], "depthlm runs")
     printed = capsys.readouterr().out
     for line in (["model.name", "vanilla", "mhc"], ["vanilla", "complete", "20"], ["mhc", "failed", "10"]):
@@ -100,13 +96,13 @@ def test_a_comparison_prints_results_and_differing_settings_and_draws_both_curve
     assert "model.name" in Path("to/here/report.md").read_text()
 
 
-def test_runs_with_the_same_configuration_are_said_to_have_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_with_the_same_configuration_are_said_to_have_it(root, capsys):
     main(["--compare", "outputs/default/base", "outputs/sweep/new"], "depthlm runs")
     assert "No setting but the seed differs that affects the result." in capsys.readouterr().out
     assert Path("outputs/report/report.md").exists()
 
 
-def test_options_that_make_no_sense_together_are_an_error(root: Path) -> None:
+def test_options_that_make_no_sense_together_are_an_error(root):
     for arguments, message in (
         (["--compare", "outputs/default/base"], "only one run"),
         (["--compare", "outputs/default/base", "outputs/default/bsae"], "did you mean `base`"),
@@ -123,7 +119,7 @@ def test_options_that_make_no_sense_together_are_an_error(root: Path) -> None:
     assert len(list(root.rglob("config.yaml"))) == 4
 
 
-def test_only_matching_runs_are_removed_and_only_after_yes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_matching_runs_are_removed_and_only_after_yes(root, capsys):
     for arguments, words, left in (
         (["model=nothing", "--prune", "--yes"], ["nothing to remove"], 4),
         (["model=mhc", "--prune"],
@@ -138,7 +134,7 @@ def test_only_matching_runs_are_removed_and_only_after_yes(root: Path, capsys: p
     assert names(root) == ["base", "new"]
 
 
-def test_a_terminal_asks_for_the_number(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_asks_for_the_number(root, monkeypatch):
     for typed, left in (("1\n", 4), ("yes\n", 4), ("", 4), ("2\n", 2)):
         output = Terminal()
         monkeypatch.setattr("sys.stdin", Terminal(typed))
@@ -149,7 +145,7 @@ def test_a_terminal_asks_for_the_number(root: Path, monkeypatch: pytest.MonkeyPa
         assert len(names(root)) == left
 
 
-def test_what_is_kept_is_listed_with_the_reason(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_kept_is_listed_with_the_reason(root, capsys):
     (root / "sweep/new/config.yaml").write_text("mine: 1\n")
     main(["directory=*/sweep/*", "--prune", "--yes"], "depthlm runs")
     assert "kept: its config.yaml is not that of a run" in capsys.readouterr().out
@@ -157,9 +153,7 @@ def test_what_is_kept_is_listed_with_the_reason(root: Path, capsys: pytest.Captu
     assert not (root / "sweep/begun").exists()
 
 
-def test_a_folder_that_cannot_be_removed_is_an_error_after_the_others_are_removed(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_removed_is_an_error_after_the_others_are_removed(root, monkeypatch):
     rmtree = shutil.rmtree
 
     def refuse(path: Path) -> None:

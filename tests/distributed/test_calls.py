@@ -10,8 +10,6 @@ import torch
 from depthlm.distributed.calls import Call, Send, serve
 from depthlm.distributed.watchdog import Activity
 
-from ..two_ranks import TwoRanks
-
 
 def served(
     work: Callable[[Call, Send], None], stopping: Callable[[], bool] = lambda: False, patience: float = 60.0
@@ -31,7 +29,7 @@ def call_and_fail() -> tuple[str | None, list[Any]]:
     return served(work)
 
 
-def test_every_rank_computes_a_call_and_receives_what_rank_0_sends_until_it_fails(two_ranks: TwoRanks) -> None:
+def test_every_rank_computes_a_call_and_receives_what_rank_0_sends_until_it_fails(two_ranks):
     failure = "rank 0: ZeroDivisionError: division by zero"
     assert two_ranks(call_and_fail) == [(failure, [[10, 20]])] * 2
 
@@ -46,7 +44,7 @@ def fail_on_one_rank() -> tuple[str | None, list[Any]]:
     return failure, []
 
 
-def test_a_failure_on_one_rank_blocks_no_other(two_ranks: TwoRanks) -> None:
+def test_a_failure_on_one_rank_blocks_no_other(two_ranks):
     assert two_ranks(fail_on_one_rank) == [("rank 1: ZeroDivisionError: division by zero", [])] * 2
 
 
@@ -54,7 +52,7 @@ def hang() -> tuple[str | None, list[Any]]:
     return served(lambda call, send: threading.Event().wait(), patience=0.1)  # type: ignore[arg-type, return-value]
 
 
-def test_a_thread_that_hangs_is_abandoned(two_ranks: TwoRanks) -> None:
+def test_a_thread_that_hangs_is_abandoned(two_ranks):
     started = time.monotonic()
     assert two_ranks(hang) == [("no progress for 0 min", [])] * 2
     assert time.monotonic() - started < 10
@@ -75,5 +73,5 @@ def stop_on_rank_1() -> tuple[bool, str | None]:
     return torch.distributed.get_rank() == 1 or ended.wait(10), failure
 
 
-def test_a_stop_on_one_rank_ends_the_work_of_rank_0(two_ranks: TwoRanks) -> None:
+def test_a_stop_on_one_rank_ends_the_work_of_rank_0(two_ranks):
     assert two_ranks(stop_on_rank_1) == [(True, "")] * 2

@@ -11,7 +11,7 @@ NAMES = {rank: f"host gpu-{rank // 2}, pid {100 + rank}" for rank in range(20)}
 STILL = Heartbeat(count=1, step=12, turn=1, phase="backward", idle=61.0, line="all_reduce (c10d.py:9)")
 
 
-def test_a_rank_is_silent_when_its_count_stays_the_same() -> None:
+def test_a_rank_is_silent_when_its_count_stays_the_same():
     listener = Listener([1, 2], NAMES, 0.0)
     for second in range(1, 100):
         listener.hear(1, Heartbeat(count=second), second)
@@ -25,18 +25,18 @@ def test_a_rank_is_silent_when_its_count_stays_the_same() -> None:
     )
 
 
-def test_a_rank_that_has_left_sends_no_heartbeat_and_is_not_silent() -> None:
+def test_a_rank_that_has_left_sends_no_heartbeat_and_is_not_silent():
     listener = Listener([1], NAMES, 0.0)
     listener.hear(1, Heartbeat(count=1, finished=True), 1.0)
     assert listener.report_silent(60, 1000) is None
 
 
-def test_time_for_which_the_listener_was_stopped_does_not_count_as_silence() -> None:
+def test_time_for_which_the_listener_was_stopped_does_not_count_as_silence():
     clock = AwakeClock(0.0, 2.0)
     assert [clock.tick(now) for now in (1.0, 2.0, 7200.0, 7201.0)] == [1.0, 2.0, 4.0, 5.0]
 
 
-def test_the_rank_that_is_behind_is_blamed() -> None:
+def test_the_rank_that_is_behind_is_blamed():
     behind = replace(STILL, turn=0, phase="forward", line="read (mine.py:3)")
     report = report_stalled({0: STILL, 1: STILL, 2: behind}, NAMES, 60)
     assert report is not None
@@ -50,7 +50,7 @@ def test_the_rank_that_is_behind_is_blamed() -> None:
     assert earlier_step.ranks == (1,)
 
 
-def test_if_all_ranks_wait_at_one_place_their_lines_are_reported() -> None:
+def test_if_all_ranks_wait_at_one_place_their_lines_are_reported():
     report = report_stalled({0: STILL, 1: STILL, 2: replace(STILL, line="read (mine.py:3)")}, NAMES, 60)
     assert report is not None
     assert report.text == (
@@ -60,7 +60,7 @@ def test_if_all_ranks_wait_at_one_place_their_lines_are_reported() -> None:
     )
 
 
-def test_no_rank_is_stalled_while_one_makes_progress_or_has_no_limit_and_one_that_has_left_never_is() -> None:
+def test_no_rank_is_stalled_while_one_makes_progress_or_has_no_limit_and_one_that_has_left_never_is():
     for moving in (replace(STILL, idle=59.0), replace(STILL, limited=False, phase="preparing the data")):
         assert report_stalled({0: moving, 1: STILL}, NAMES, 60) is None
     left = replace(STILL, finished=True, step=1)
@@ -70,14 +70,14 @@ def test_no_rank_is_stalled_while_one_makes_progress_or_has_no_limit_and_one_tha
     assert report.ranks == (1,)
 
 
-def test_of_many_ranks_only_the_first_are_named() -> None:
+def test_of_many_ranks_only_the_first_are_named():
     text = name_ranks(range(20), NAMES)
     assert text.endswith("rank 7 (host gpu-3, pid 107) and 12 more")
     assert "rank 8" not in text
 
 
 @given(st.builds(Heartbeat, count=st.integers(0), idle=st.floats(0, 1e9), phase=st.text(), line=st.text()), st.text())
-def test_packing_and_unpacking_returns_the_same(heartbeat: Heartbeat, text: str) -> None:
+def test_packing_and_unpacking_returns_the_same(heartbeat, text):
     assert Heartbeat.unpacked(heartbeat.packed().encode()) == heartbeat
     report = FailureReport((1, 3), text, 2, raised=True)
     assert FailureReport.unpacked(report.packed().encode()) == report

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from depthlm.distributed.interrupts import on_signals
 from depthlm.locations import REPOSITORY
 
 
-def test_blocks_can_be_nested_and_restore_the_handlers() -> None:
+def test_blocks_can_be_nested_and_restore_the_handlers():
     def handler(number: int, frame: object) -> None:
         outside.append(number)
 
@@ -47,7 +46,7 @@ def test_blocks_can_be_nested_and_restore_the_handlers() -> None:
         os.close(writer)
 
 
-def test_a_signal_to_a_forked_child_ends_the_child_and_not_the_parent() -> None:
+def test_a_signal_to_a_forked_child_ends_the_child_and_not_the_parent():
     received: queue.Queue[int] = queue.Queue()
     with on_signals((signal.SIGTERM,), received.put):
         child = os.fork()
@@ -72,7 +71,7 @@ MOMENTS = [("train", 0.3), ("report", 0.0), pytest.param("train", 1.0, marks=pyt
 
 
 @pytest.mark.parametrize(("name", "delay"), MOMENTS)
-def test_ctrl_c_in_the_first_seconds_prints_one_line(name: str, delay: float, tmp_path: Path) -> None:
+def test_ctrl_c_in_the_first_seconds_prints_one_line(name, delay, tmp_path):
     # a report takes no time, so the summary of its run is a pipe, whose reader blocks
     (tmp_path / "waits").mkdir()
     (tmp_path / "waits" / "metrics.jsonl").touch()

@@ -56,7 +56,7 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "
         ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, Ranks(0, 0, 1, 1, "srun")),
     ],
 )
-def test_ranks_come_from_any_launcher(environment: dict[str, str], expected: Ranks) -> None:
+def test_ranks_come_from_any_launcher(environment, expected):
     assert ranks(environment) == expected
 
 
@@ -81,13 +81,13 @@ def test_ranks_come_from_any_launcher(environment: dict[str, str], expected: Ran
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, ["OMPI_COMM_WORLD_SIZE=2", "mpirun"]),
     ],
 )
-def test_an_inconsistent_environment_is_refused_with_the_reason(environment: dict[str, str], words: list[str]) -> None:
+def test_an_inconsistent_environment_is_refused_with_the_reason(environment, words):
     with pytest.raises(UserError) as caught:
         ranks(environment)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_the_first_host_of_a_node_list() -> None:
+def test_the_first_host_of_a_node_list():
     for nodelist, host in (
         ("localhost", "localhost"),
         ("n1,n2", "n1"),
@@ -101,7 +101,7 @@ def test_the_first_host_of_a_node_list() -> None:
 
 
 @given(st.integers(1, 2**31), st.integers(0, 1000))
-def test_all_tasks_of_a_step_share_a_port_and_the_next_job_has_another(job: int, step: int) -> None:
+def test_all_tasks_of_a_step_share_a_port_and_the_next_job_has_another(job, step):
     def port(job: int, rank: int) -> int | None:
         return ranks(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), "SLURM_PROCID": str(rank)}).port
 
@@ -110,7 +110,7 @@ def test_all_tasks_of_a_step_share_a_port_and_the_next_job_has_another(job: int,
     assert port(job, 0) != port(job + 1, 0)
 
 
-def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one() -> None:
+def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one():
     third = Ranks(7, 3, 8, 4, "srun")
     assert device_index(third, 8) == device_index(third, 4) == 3
     assert device_index(third, 1) == 0
@@ -121,7 +121,7 @@ def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one() -> Non
         device_index(Ranks(4, 0, 8, 4, "torchrun"), 3)
 
 
-def test_deepspeed_gets_the_device_and_the_launcher_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_gets_the_device_and_the_launcher_is_remembered(monkeypatch):
     for name in (*TORCHRUN, *DEEPSPEED, *SRUN):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launchers, "_launched", ({}, SINGLE_RANK))
@@ -141,7 +141,7 @@ def test_deepspeed_gets_the_device_and_the_launcher_is_remembered(monkeypatch: p
     assert ranks().launcher == "variables set by hand"
 
 
-def test_with_a_broken_environment_every_rank_prints_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_broken_environment_every_rank_prints_errors(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "two")
     assert is_rank_0()
@@ -150,7 +150,7 @@ def test_with_a_broken_environment_every_rank_prints_errors(monkeypatch: pytest.
     assert not is_rank_0()
 
 
-def test_the_launcher_and_the_ranks_are_described_in_one_line() -> None:
+def test_the_launcher_and_the_ranks_are_described_in_one_line():
     assert describe_launch(ranks({}), "cpu of laptop") == "started by python: one rank, on cpu of laptop"
     line = describe_launch(ranks(SRUN), "cuda:0 of gpu-003")
     assert re.fullmatch(r"started by srun: 8 ranks on 2 nodes, rank 0 on cuda:0 of gpu-003; .* gpu-003:\d+", line)

@@ -13,7 +13,7 @@ from ..ranks import free_port, rank_variables
 SOON = timedelta(seconds=1)
 
 
-def test_ranks_that_do_not_arrive_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_arrive_time_out(monkeypatch):
     port = free_port()
     for name, value in rank_variables(0, port).items():
         monkeypatch.setenv(name, value)
@@ -21,6 +21,6 @@ def test_ranks_that_do_not_arrive_time_out(monkeypatch: pytest.MonkeyPatch) -> N
         rendezvous(Ranks(0, 0, 2, 2, "srun", 1, "127.0.0.1", port), SOON)
 
 
-def test_an_address_that_cannot_be_resolved_is_reported_at_once() -> None:
+def test_an_address_that_cannot_be_resolved_is_reported_at_once():
     with pytest.raises(UserError, match=r"cannot resolve.*export MASTER_ADDR"):
         rendezvous(Ranks(0, 0, 2, 1, "srun", 2, "no-such-node.invalid", 29500), SOON)

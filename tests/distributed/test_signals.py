@@ -16,7 +16,6 @@ from depthlm.training import train, validation
 
 from ..forks import Forked, Forks
 
-Overrides = Callable[..., list[str]]
 Start = Callable[..., Forked]
 
 
@@ -56,7 +55,7 @@ def read_until(process: Forked, text: str) -> str:
     return output
 
 
-def test_a_signal_while_data_is_prepared_ends_the_process(small_run: Overrides, tmp_path: Path, start: Start) -> None:
+def test_a_signal_while_data_is_prepared_ends_the_process(small_run, tmp_path, start):
     standard_library = (f"data.source={os.path.dirname(os.__file__)}", "data.files=*.py")
     process = start(small_run("data.tokenizer=bpe", f"data.path={tmp_path}/tokens", *standard_library))
     read_until(process, "training a tokenizer")
@@ -67,9 +66,7 @@ def test_a_signal_while_data_is_prepared_ends_the_process(small_run: Overrides, 
     assert output == "SIGINT: interrupted before training; nothing is lost, and the same command starts again\n"
 
 
-def test_a_signal_while_the_model_is_built_ends_the_process_and_the_run_can_start_again(
-    small_run: Overrides, tmp_path: Path, start: Start
-) -> None:
+def test_a_signal_while_the_model_is_built_ends_the_process_and_the_run_can_start_again(small_run, tmp_path, start):
     overrides = small_run("size.num_layers=12", "training.stop_after=1")
     process = start(overrides)
     wait_for((tmp_path / "run/config.yaml").exists, process)
@@ -81,7 +78,7 @@ def test_a_signal_while_the_model_is_built_ends_the_process_and_the_run_can_star
     assert train(compose(overrides)) == 0
 
 
-def test_signals_act_during_one_long_step(small_run: Overrides, start: Start) -> None:
+def test_signals_act_during_one_long_step(small_run, start):
     process = start(small_run("training.sequence_length=16000", "training.batch_size=1", "training.num_threads=2"))
     read_until(process, "run directory")
     time.sleep(1.5)
@@ -92,7 +89,7 @@ def test_signals_act_during_one_long_step(small_run: Overrides, start: Start) ->
     assert (process.returncode, output) == (1, "")
 
 
-def test_repeated_hangups_save_the_run(small_run: Overrides, tmp_path: Path, start: Start) -> None:
+def test_repeated_hangups_save_the_run(small_run, tmp_path, start):
     process = start(small_run("training.max_steps=100000", "data.num_workers=1"))
     wait_for(lambda: len(steps(tmp_path / "run")) >= 3, process)
     for _ in range(3):
@@ -105,7 +102,7 @@ def test_repeated_hangups_save_the_run(small_run: Overrides, tmp_path: Path, sta
 
 
 @pytest.mark.slow
-def test_a_run_whose_terminal_closes_is_saved(small_run: Overrides, tmp_path: Path, start: Start) -> None:
+def test_a_run_whose_terminal_closes_is_saved(small_run, tmp_path, start):
     terminal, inside = pty.openpty()
     process = start(small_run("training.max_steps=100000"), stdout=inside, terminal=True)
     os.close(inside)
@@ -119,9 +116,7 @@ def test_a_run_whose_terminal_closes_is_saved(small_run: Overrides, tmp_path: Pa
     assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
 
 
-def test_a_signal_ends_a_validation_and_resuming_repeats_it(
-    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_ends_a_validation_and_resuming_repeats_it(small_run, tmp_path, monkeypatch):
     keys = ("training.max_steps=6", "training.validate_every=2", "training.checkpoint_every=10")
     assert train(compose(small_run(*keys, name="undisturbed"))) == 0
     read, validations = validation.validation_batches, 0

@@ -74,7 +74,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
         watcher.finished = watcher.closing = True
 
 
-def test_a_silent_rank_ends_all_others_with_its_name(fleet: Fleet) -> None:
+def test_a_silent_rank_ends_all_others_with_its_name(fleet):
     fleet.start(0)
     fleet.start(1)
     assert TIMEOUT <= fleet.wait(0, 1) < TIMEOUT + 1.5
@@ -84,7 +84,7 @@ def test_a_silent_rank_ends_all_others_with_its_name(fleet: Fleet) -> None:
     assert fleet.ended[0].code == 1
 
 
-def test_a_silent_rank_0_is_named_by_each_of_the_others(fleet: Fleet) -> None:
+def test_a_silent_rank_0_is_named_by_each_of_the_others(fleet):
     fleet.start(1)
     fleet.start(2)
     fleet.wait(1, 2)
@@ -92,8 +92,8 @@ def test_a_silent_rank_0_is_named_by_each_of_the_others(fleet: Fleet) -> None:
 
 
 def test_progress_on_one_rank_or_a_phase_without_limit_keeps_all_ranks_running_while_the_wall_clock_jumps(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    fleet, monkeypatch
+):
     now, activities = time.time, fleet.start_all(stall_timeout=0.5)
     monkeypatch.setattr(time, "time", lambda: now() + 5 * 3600)
     for _ in range(12):
@@ -116,8 +116,8 @@ def test_progress_on_one_rank_or_a_phase_without_limit_keeps_all_ranks_running_w
     ],
 )
 def test_the_others_end_within_moments_with_the_report_and_the_code_of_the_rank_that_failed(
-    fleet: Fleet, failing: int, error: BaseException, code: int, words: str
-) -> None:
+    fleet, failing, error, code, words
+):
     fleet.start_all()
     fleet.watchers[failing].fail(error)
     fleet.wait(*{0, 1, 2} - {failing}, seconds=2.0)
@@ -127,7 +127,7 @@ def test_the_others_end_within_moments_with_the_report_and_the_code_of_the_rank_
     assert text == f"rank {failing} (host h{failing}, pid {failing}){words}"
 
 
-def test_ranks_that_all_raise_the_same_exception_end_by_themselves(fleet: Fleet) -> None:
+def test_ranks_that_all_raise_the_same_exception_end_by_themselves(fleet):
     fleet.start_all()
     error = UserError("no such file")
     seconds = fleet.side_by_side(*(lambda watcher=watcher: watcher.fail(error) for watcher in fleet.watchers.values()))  # type: ignore[misc]
@@ -137,7 +137,7 @@ def test_ranks_that_all_raise_the_same_exception_end_by_themselves(fleet: Fleet)
 
 
 @pytest.mark.parametrize("error", [CLOSED, Rank0Error("no space")])
-def test_a_consequence_waits_for_the_report_on_the_rank_to_blame(fleet: Fleet, error: Exception) -> None:
+def test_a_consequence_waits_for_the_report_on_the_rank_to_blame(fleet, error):
     fleet.start(0)
     fleet.start(1)
     # a rank that loses its connection to rank 2, which never sent a heartbeat
@@ -146,7 +146,7 @@ def test_a_consequence_waits_for_the_report_on_the_rank_to_blame(fleet: Fleet, e
     assert fleet.ended[0].ranks == fleet.ended[1].ranks == (2,)
 
 
-def test_ranks_leave_quietly_rank_0_last(fleet: Fleet) -> None:
+def test_ranks_leave_quietly_rank_0_last(fleet):
     fleet.start_all()
 
     def leave(place: int, rank: int) -> None:
@@ -160,7 +160,7 @@ def test_ranks_leave_quietly_rank_0_last(fleet: Fleet) -> None:
 
 
 @pytest.mark.slow
-def test_others_may_keep_running_after_rank_0_has_left(fleet: Fleet) -> None:
+def test_others_may_keep_running_after_rank_0_has_left(fleet):
     fleet.start_all()
     fleet.watchers[0].leave()
     del fleet.server
@@ -171,7 +171,7 @@ def test_others_may_keep_running_after_rank_0_has_left(fleet: Fleet) -> None:
     fleet.watchers[2].fail(SystemExit(0))
 
 
-def test_a_single_rank_has_no_watchdog_and_a_mark_counts_the_phases_of_its_step() -> None:
+def test_a_single_rank_has_no_watchdog_and_a_mark_counts_the_phases_of_its_step():
     before = threading.active_count()
     with watch_ranks(Ranks(0, 0, 1, 1, "python"), 1.0, 1.0) as activity:
         for step, phase, turn in ((1, "forward", 0), (1, "forward", 0), (1, "backward", 1), (2, "forward", 0)):

@@ -103,7 +103,7 @@ def check(command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
-def test_commands_are_valid(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_are_valid(capsys):
     names = [name for name in page_names() if "your_own_mechanism" not in name]
     of_pages = {name: list(commands(name)) for name in names}
     assert len(of_pages["README.md"]) > 5
@@ -117,7 +117,7 @@ def test_commands_are_valid(capsys: pytest.CaptureFixture[str]) -> None:
             pytest.fail(f"{name}: {command} {shlex.join(arguments)}\n{error!r}")
 
 
-def test_python_compiles_and_yaml_parses() -> None:
+def test_python_compiles_and_yaml_parses():
     for name in page_names():
         for block in blocks(name, "python"):
             compile(block, name, "exec")

@@ -21,6 +21,6 @@ def fault(name: str, link: str) -> str | None:
     return None if known else "no such heading"
 
 
-def test_links_lead_to_files_and_headings() -> None:
+def test_links_lead_to_files_and_headings():
     found = [(name, link, fault(name, link)) for name in page_names() for link in links(name)]
     assert not [each for each in found if each[2]]

@@ -1,7 +1,5 @@
 """The notebooks run, and their stored outputs are of what they compute."""
 
-from pathlib import Path
-
 import nbformat
 import pytest
 from nbclient import NotebookClient
@@ -23,9 +21,7 @@ def kinds(notebook: nbformat.NotebookNode) -> list[list[str]]:
     ("name", "pictures", "steps", "fewer"),
     [("across_depth", 4, "max_steps=60", "max_steps=5"), ("low_rank_theory", 2, "3, 100, 1000", "3, 100, 300")],
 )
-def test_a_notebook_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, pictures: int, steps: str, fewer: str
-) -> None:
+def test_a_notebook_runs(tmp_path, monkeypatch, name, pictures, steps, fewer):
     # the folder of the runs
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     notebook = nbformat.read(REPOSITORY / f"docs/notebooks/{name}.ipynb", as_version=4)

@@ -60,7 +60,7 @@ def run(name: str, decoder: Decoder, **names: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [name for name in SECTIONS if name not in ATTENTIONS])
-def test_a_connection_reads_what_its_pseudo_code_reads(name: str) -> None:
+def test_a_connection_reads_what_its_pseudo_code_reads(name):
     decoder = built(name)
     embedding_btd, *outputs = torch.randn(1 + 2 * LAYERS, BATCH, TOKENS, decoder.size.hidden_size, dtype=torch.float64)
     connections = list(decoder.connections)
@@ -89,7 +89,7 @@ def test_a_connection_reads_what_its_pseudo_code_reads(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_an_attention_gives_the_context_of_its_pseudo_code(name: str) -> None:
+def test_an_attention_gives_the_context_of_its_pseudo_code(name):
     decoder = built(name)
     size = decoder.size
 
@@ -125,6 +125,6 @@ def test_an_attention_gives_the_context_of_its_pseudo_code(name: str) -> None:
     torch.testing.assert_close(context, variables["context_bhte"].transpose(1, 2).flatten(2))
 
 
-def test_every_mechanism_has_pseudo_code() -> None:
+def test_every_mechanism_has_pseudo_code():
     assert all(len(code) == 1 for code in CODE.values())
     assert all(4 <= len(code.splitlines()) <= 18 for (code,) in CODE.values())

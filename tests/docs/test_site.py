@@ -20,14 +20,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
+def test_pages_load_nothing_from_other_hosts(site):
     loads = re.compile(r"""(?:src="|<link(?! rel="canonical")[^>]* href="|@import |url\(["']?)(?:https?:)?//""")
     files = [*site.rglob("*.html"), *site.rglob("*.css")]
     assert len(files) > 30
     assert not [file for file in files if loads.search(file.read_text())]
 
 
-def test_the_reference_is_complete(site: Path) -> None:
+def test_the_reference_is_complete(site):
     configuration = (site / "reference/configuration/index.html").read_text()
     assert not [name for name in keys() if f"<code>{name}</code>" not in configuration]
     assert "<code>model.connection.own_embedding</code>" in configuration
@@ -42,7 +42,7 @@ def test_the_reference_is_complete(site: Path) -> None:
     assert not [page for page in site.rglob("*.html") if "<!-- api:" in page.read_text()]
 
 
-def test_formulas_and_the_notebook_are_rendered(site: Path) -> None:
+def test_formulas_and_the_notebook_are_rendered(site):
     mechanisms = (site / "mechanisms/index.html").read_text()
     page = re.sub("^```.*?^```", "", (REPOSITORY / "docs/mechanisms.md").read_text(), flags=re.MULTILINE | re.DOTALL)
     blocks = re.findall(r"\$\$(.+?)\$\$", page)
@@ -58,7 +58,7 @@ def test_formulas_and_the_notebook_are_rendered(site: Path) -> None:
     assert all((notebook.parent / picture).is_file() for picture in pictures)
 
 
-def test_the_first_page_is_the_readme_and_fits_into_80_lines(site: Path) -> None:
+def test_the_first_page_is_the_readme_and_fits_into_80_lines(site):
     assert len((REPOSITORY / "README.md").read_text().splitlines()) < 80
     page = (site / "index.html").read_text()
     headings = re.findall(r'<h2 id="([\w-]+)"', page)

@@ -1,7 +1,6 @@
 """Commands that run at the same time: runs that need the same token files, and reports of a sweep that is training."""
 
 import fcntl
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,10 @@ from depthlm.report import report
 from depthlm.runs.listing import list_runs
 from depthlm.runs.records import COMPLETE, RUNNING, read_metrics
 
-from ..forks import Forked, Forks
+from ..forks import Forked
 from ..pictures import quick_pictures
 
 __all__ = ["quick_pictures"]
-
-Overrides = Callable[..., list[str]]
 
 
 def losses(run: Path) -> list[float]:
@@ -23,9 +20,7 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_two_runs_that_need_the_same_unprepared_tokens_train_as_if_alone(
-    small_run: Overrides, tmp_path: Path, forks: Forks
-) -> None:
+def test_two_runs_that_need_the_same_unprepared_tokens_train_as_if_alone(small_run, tmp_path, forks):
     def start(tokens: str, name: str) -> Forked:
         overrides = small_run("training.max_steps=3", f"data.path={tmp_path}/{tokens}", name=name)
         return forks.start(["train.py", *overrides])
@@ -44,9 +39,7 @@ def test_two_runs_that_need_the_same_unprepared_tokens_train_as_if_alone(
 
 
 @pytest.mark.slow
-def test_a_sweep_that_is_training_is_listed_and_reported(
-    small_run: Overrides, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_that_is_training_is_listed_and_reported(small_run, tmp_path, forks, monkeypatch):
     monkeypatch.chdir(tmp_path)
     overrides = small_run("training.max_steps=20", "training.checkpoint_every=5", "seed=1,2",
                           f"output_dir={tmp_path}/runs/seed-${{seed}}")  # fmt: skip

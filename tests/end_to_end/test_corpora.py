@@ -109,8 +109,8 @@ def check_run(directory: Path, sources: list[str], weights: Mapping[str, float])
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CORPORA)
 def test_a_corpus_is_prepared_from_the_hub_and_trained_on_and_its_mirror_gives_the_same_bytes(
-    name: str, hub: FakeHub, mirrors: Mirrors, command: Command
-) -> None:
+    name, hub, mirrors, command
+):
     corpus = CORPORA[name]
     if name == "pile":
         file = mirrors.root / "pile/train/01.jsonl.zst"
@@ -142,9 +142,7 @@ def test_a_corpus_is_prepared_from_the_hub_and_trained_on_and_its_mirror_gives_t
     assert token_bytes(mirrored) == token_bytes(folders)
 
 
-def test_training_on_an_unprepared_corpus_prints_the_command_and_downloads_nothing(
-    hub: FakeHub, command: Command
-) -> None:
+def test_training_on_an_unprepared_corpus_prints_the_command_and_downloads_nothing(hub, command):
     requests = len(hub.requests)
     done = command(" ".join(["python train.py data=c4", *RUN]))
     assert done.returncode == 2
@@ -156,7 +154,7 @@ def test_training_on_an_unprepared_corpus_prints_the_command_and_downloads_nothi
     assert not Path("run").exists()
 
 
-def test_without_the_hub_the_command_that_prepares_is_still_printed(checkout: Path) -> None:
+def test_without_the_hub_the_command_that_prepares_is_still_printed(checkout):
     for name in CORPORA:
         config = compose([f"data={name}"])
         with pytest.raises(DataError, match=r"takes about .* of disk") as unprepared:
@@ -165,7 +163,7 @@ def test_without_the_hub_the_command_that_prepares_is_still_printed(checkout: Pa
 
 
 @pytest.mark.slow
-def test_a_validation_set_may_come_from_the_hub(hub: FakeHub, mirrors: Mirrors, command: Command) -> None:
+def test_a_validation_set_may_come_from_the_hub(hub, mirrors, command):
     further = "data.validation={pile:{hub:monology/pile-uncopyrighted},web:{hub:allenai/c4,subset:en}}"
     overrides = ["data=fineweb_edu", *PREPARED, further]
     done = command(f"python data/prepare.py {' '.join(overrides[:-1])} '{further}'")

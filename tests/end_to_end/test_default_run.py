@@ -3,7 +3,6 @@
 import json
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from depthlm.locations import REPOSITORY
 
 @pytest.mark.release
 @pytest.mark.timeout(1200)
-def test_make_train_learns_well_below_the_unigram_entropy(tmp_path: Path) -> None:
+def test_make_train_learns_well_below_the_unigram_entropy(tmp_path):
     started = time.monotonic()
     done = subprocess.run(
         ["make", "train", f"ARGS=output_dir={tmp_path}/run training.max_steps=300"],  # half of the steps

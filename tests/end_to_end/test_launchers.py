@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -12,7 +11,7 @@ import pytest
 from depthlm.locations import REPOSITORY
 from depthlm.runs.records import read_metrics
 
-from ..forks import Forks, environment_with
+from ..forks import environment_with
 from ..ranks import free_port
 from .test_train import LAUNCH, wait_for_step
 
@@ -24,7 +23,7 @@ def rows(directory: Path) -> dict[int, float]:
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_a_run_whose_worker_is_killed(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_torchrun_restarts_a_run_whose_worker_is_killed(small_run, tmp_path):
     command = [*LAUNCH[:-1], "--max-restarts=1", "train.py"]
     settings = small_run("training.max_steps=120", "training.checkpoint_every=20", "training.log_every=1")
     with subprocess.Popen([*command, *settings], cwd=REPOSITORY, env=environment_with()) as torchrun:
@@ -36,7 +35,7 @@ def test_torchrun_restarts_a_run_whose_worker_is_killed(small_run: Callable[...,
 
 
 @pytest.mark.slow
-def test_deepspeeds_launcher_starts_two_ranks(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_deepspeeds_launcher_starts_two_ranks(small_run, tmp_path):
     command = [DEEPSPEED, "--num_gpus=2", f"--master_port={free_port()}", "train.py"]
     done = subprocess.run(
         [*command, *small_run("training.max_steps=2")],
@@ -47,9 +46,7 @@ def test_deepspeeds_launcher_starts_two_ranks(small_run: Callable[..., list[str]
     assert rows(tmp_path / "run").keys() == {1, 2}
 
 
-def test_srun_starts_two_ranks_that_find_each_other(
-    small_run: Callable[..., list[str]], tmp_path: Path, forks: Forks
-) -> None:
+def test_srun_starts_two_ranks_that_find_each_other(small_run, tmp_path, forks):
     job = {
         "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0",
         "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost",

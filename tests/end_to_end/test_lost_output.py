@@ -1,15 +1,9 @@
 """Standard output that cannot be written does not end a run."""
 
 import os
-from collections.abc import Callable
-from pathlib import Path
-
-from ..forks import Forks
-
-Overrides = Callable[..., list[str]]
 
 
-def test_a_run_completes_without_a_reader_of_its_output(small_run: Overrides, tmp_path: Path, forks: Forks) -> None:
+def test_a_run_completes_without_a_reader_of_its_output(small_run, tmp_path, forks):
     # as after `| head`
     reader, stdout = os.pipe()
     os.close(reader)
@@ -25,7 +19,7 @@ def test_a_run_completes_without_a_reader_of_its_output(small_run: Overrides, tm
     assert all("prepar" in line for line in (tmp_path / "stderr").read_text().splitlines())
 
 
-def test_a_mistake_is_still_a_mistake_without_output(small_run: Overrides, forks: Forks) -> None:
+def test_a_mistake_is_still_a_mistake_without_output(small_run, forks):
     full = os.open("/dev/full", os.O_WRONLY)
     assert forks.start(["train.py", *small_run("size.num_heads=x")], stdout=full, stderr=full).wait(120) == 2
     os.close(full)

@@ -2,22 +2,16 @@
 
 import signal
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
 from ..chaos.disturbers import Killer
 from ..chaos.runs import Job, finish, newest_step, outcome, same
-from ..forks import Forks
-
-Overrides = Callable[..., list[str]]
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_random_moments_equals_the_uninterrupted_run(
-    small_run: Overrides, tmp_path: Path, forks: Forks
-) -> None:
+def test_a_run_killed_at_random_moments_equals_the_uninterrupted_run(small_run, tmp_path, forks):
     def begin(overrides: Sequence[str]) -> Job:
         text = tmp_path / "output.txt"
         with text.open("w") as output:
@@ -40,9 +34,7 @@ def test_a_run_killed_at_random_moments_equals_the_uninterrupted_run(
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_rank_makes_all_ranks_save_and_exit_for_a_requeue(
-    small_run: Overrides, tmp_path: Path, forks: Forks
-) -> None:
+def test_a_signal_to_one_rank_makes_all_ranks_save_and_exit_for_a_requeue(small_run, tmp_path, forks):
     overrides = small_run("deepspeed=zero1", "training.max_steps=100000", "training.checkpoint_every=100000")
     ranks = forks.start_ranks(["train.py", *overrides])
     while newest_step(tmp_path / "run") < 3:

@@ -69,7 +69,7 @@ def ends(process: Forked) -> tuple[float, str]:
 
 
 # `python -m tests.chaos` also stops ranks
-def test_a_dead_rank_ends_the_other(two: Start, tmp_path: Path) -> None:
+def test_a_dead_rank_ends_the_other(two, tmp_path):
     ranks = two()
     wait_for_step(tmp_path / "run", 3)
     ranks[1].send_signal(signal.SIGKILL)
@@ -85,9 +85,7 @@ def test_a_dead_rank_ends_the_other(two: Start, tmp_path: Path) -> None:
     ("how", "message"),
     [("raise", "ZeroDivisionError: on purpose"), ("exit", "sys.exit(0) was called before the run was complete")],
 )
-def test_an_exception_or_an_exit_on_one_rank_ends_the_other_with_its_message(
-    two: Start, tmp_path: Path, how: str, message: str
-) -> None:
+def test_an_exception_or_an_exit_on_one_rank_ends_the_other_with_its_message(two, tmp_path, how, message):
     (tmp_path / "mischief.py").write_text(MISCHIEF)
     ranks = two(
         "model.connection._target_=mischief.Mischief", "training.rank_timeout=60",
@@ -102,7 +100,7 @@ def test_an_exception_or_an_exit_on_one_rank_ends_the_other_with_its_message(
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_in_a_step_ends_both_with_its_name_and_line(two: Start, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_in_a_step_ends_both_with_its_name_and_line(two, tmp_path):
     (tmp_path / "mischief.py").write_text(MISCHIEF)
     ranks = two(
         "model.connection._target_=mischief.Mischief", "training.stall_timeout=0.1",

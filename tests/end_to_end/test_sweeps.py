@@ -41,9 +41,7 @@ def run(tmp_path: Path, forks: Forks) -> Run:
 
 
 @pytest.mark.slow
-def test_repeating_a_sweep_skips_resumes_and_repeats_points(
-    small_run: Callable[..., list[str]], tmp_path: Path, run: Run
-) -> None:
+def test_repeating_a_sweep_skips_resumes_and_repeats_points(small_run, tmp_path, run):
     (tmp_path / "fragile.py").write_text(FRAGILE)
     place = f"output_dir={tmp_path}/runs/${{model.connection._target_}}"
     names = ["fragile.Plain", "fragile.Fragile", "depthlm.mechanisms.residual.Residual"]
@@ -71,7 +69,7 @@ def test_repeating_a_sweep_skips_resumes_and_repeats_points(
 
 
 @pytest.mark.slow
-def test_a_sweep_chooses_a_value_and_reports_it(small_run: Callable[..., list[str]], run: Run) -> None:
+def test_a_sweep_chooses_a_value_and_reports_it(small_run, run):
     choice = ["experiment.best_over=optimizer.lr", "experiment.selection_seeds=[11]", "experiment.widen=1"]
     line = [*kept(small_run("training.max_steps=2")), "seed=1,2", "optimizer.lr=1e-5,2e-5", *choice]
     done = run(*TRAIN, "-m", *line)
@@ -86,9 +84,7 @@ def test_a_sweep_chooses_a_value_and_reports_it(small_run: Callable[..., list[st
 
 
 @pytest.mark.slow
-def test_optuna_tunes_the_learning_rate_and_resumes_its_study(
-    small_run: Callable[..., list[str]], tmp_path: Path, run: Run
-) -> None:
+def test_optuna_tunes_the_learning_rate_and_resumes_its_study(small_run, tmp_path, run):
     pytest.importorskip("optuna")
     command = [*TRAIN, "-m", "hydra/sweeper=learning_rate", "model=mhc", "hydra.sweeper.n_trials=2",
                *kept(small_run("training.max_steps=4"))]  # fmt: skip
@@ -104,7 +100,7 @@ def test_optuna_tunes_the_learning_rate_and_resumes_its_study(
 
 
 @pytest.mark.slow
-def test_an_experiment_with_the_smoke_budget_gives_the_papers_table(tmp_path: Path, run: Run) -> None:
+def test_an_experiment_with_the_smoke_budget_gives_the_papers_table(tmp_path, run):
     line = ["experiment=dca/related_work", "budget=smoke", "tracker=none"]
     done = run(*TRAIN, "-m", *line)
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,10 @@ from depthlm.locations import REPOSITORY
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
 
-from ..forks import Forked, Forks, environment_with
+from ..forks import Forked, environment_with
 
 TRAIN = ["train.py"]
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "train.py"]
-Overrides = Callable[..., list[str]]
 
 
 def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -43,7 +41,7 @@ def wait_for_step(directory: Path, step: int, process: Forked) -> None:
         time.sleep(0.02)
 
 
-def test_a_run_writes_the_documented_files(small_run: Overrides, tmp_path: Path, forks: Forks) -> None:
+def test_a_run_writes_the_documented_files(small_run, tmp_path, forks):
     command = [*TRAIN, *small_run("training.max_steps=4", "training.validate_every=2", "training.sample='the depth'")]
     done = forks.run(command)
     assert done.returncode == 0, done.stderr
@@ -67,7 +65,7 @@ def test_a_run_writes_the_documented_files(small_run: Overrides, tmp_path: Path,
     assert "This run is complete" in again.stdout
 
 
-def test_ctrl_c_saves_and_prints_how_to_resume(small_run: Overrides, tmp_path: Path, forks: Forks) -> None:
+def test_ctrl_c_saves_and_prints_how_to_resume(small_run, tmp_path, forks):
     overrides = ("training.max_steps=100000", "training.checkpoint_every=100000")
     process = forks.start([*TRAIN, *small_run(*overrides)])
     wait_for_step(tmp_path / "run", 5, process)
@@ -84,9 +82,7 @@ def test_ctrl_c_saves_and_prints_how_to_resume(small_run: Overrides, tmp_path: P
     assert curve(tmp_path / "run") == curve(tmp_path / "undisturbed")
 
 
-def test_a_dry_run_takes_one_step_and_writes_nothing(
-    small_run: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_takes_one_step_and_writes_nothing(small_run, tmp_path, capsys):
     assert train(depthlm.compose(small_run("dry_run=true", "price=2.5"))) == 0
     printed = capsys.readouterr().out
     assert "peak memory" in printed
@@ -96,7 +92,7 @@ def test_a_dry_run_takes_one_step_and_writes_nothing(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_profile_writes_a_trace(small_run: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_writes_a_trace(small_run, tmp_path, capsys):
     assert train(depthlm.compose(small_run("training.max_steps=4", "training.profile=true"))) == 0
     assert "trace of 2 steps" in capsys.readouterr().out
     trace = json.loads((tmp_path / "run/profile/trace.json").read_text())
@@ -105,9 +101,7 @@ def test_a_profile_writes_a_trace(small_run: Overrides, tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
-def test_two_ranks_with_zero_3_train_validate_sample_and_save_the_same_run_as_one(
-    small_run: Overrides, tmp_path: Path
-) -> None:
+def test_two_ranks_with_zero_3_train_validate_sample_and_save_the_same_run_as_one(small_run, tmp_path):
     # of five windows rank 0 has three, hence two batches of at most two, and rank 1 has two, hence one
     shared = ("model=dca", "training.max_steps=6", "training.validation_tokens=161", "training.sample=depth")
     assert train(depthlm.compose(small_run(*shared, name="one"))) == 0

@@ -67,7 +67,7 @@ def reader(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Reader:
 
 
 @pytest.mark.slow
-def test_the_wheel_contains_the_packages_files_that_git_tracks(wheel: Path) -> None:
+def test_the_wheel_contains_the_packages_files_that_git_tracks(wheel):
     folders = ["depthlm", "conf", "hydra_plugins"]
     listed = subprocess.run(["git", "ls-files", *folders], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     wanted = {name.replace("conf/", "depthlm/conf/", 1) if name.startswith("conf/") else name
@@ -81,7 +81,7 @@ def test_the_wheel_contains_the_packages_files_that_git_tracks(wheel: Path) -> N
 
 
 @pytest.mark.slow
-def test_the_checkout_cannot_be_imported_and_the_help_lists_every_command(reader: Reader) -> None:
+def test_the_checkout_cannot_be_imported_and_the_help_lists_every_command(reader):
     script = (
         "import json, sys, depthlm, hydra_plugins; from depthlm.locations import *; "
         "print(json.dumps([depthlm.__file__, str(CONF), IS_CHECKOUT, command('train.py', 'train'), sys.path]))"
@@ -100,7 +100,7 @@ def test_the_checkout_cannot_be_imported_and_the_help_lists_every_command(reader
 
 
 @pytest.mark.slow
-def test_the_wheel_prepares_trains_and_sweeps(reader: Reader) -> None:
+def test_the_wheel_prepares_trains_and_sweeps(reader):
     assert "train" in reader.depthlm("prepare", *RUN)
     assert (reader.work / "tokens").is_dir()
     reader.depthlm("train", *RUN, "output_dir=one")

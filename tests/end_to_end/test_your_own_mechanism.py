@@ -49,7 +49,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkout.parent / "my_work"
 
 
-def test_the_page_has_the_expected_files_and_commands_and_the_loss_of_both_runs_falls(work: Path) -> None:
+def test_the_page_has_the_expected_files_and_commands_and_the_loss_of_both_runs_falls(work):
     script = script_of(PAGE)
     assert script.count("END OF FILE'") == 7
     assert script.count("train.py --config-dir") == 3
@@ -58,9 +58,7 @@ def test_the_page_has_the_expected_files_and_commands_and_the_loss_of_both_runs_
         assert losses[-1] < losses[0] - 1
 
 
-def test_loading_the_run_requires_trust_and_warns_of_changed_code(
-    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_loading_the_run_requires_trust_and_warns_of_changed_code(work, monkeypatch, caplog):
     monkeypatch.syspath_prepend(str(work))
     with pytest.raises(UserError, match=r"add trust=my_mechanisms\.gated_skip ") as refused:
         depthlm.load(work / "outputs/gated_skip")
@@ -76,9 +74,7 @@ def test_loading_the_run_requires_trust_and_warns_of_changed_code(
     assert "code.my_mechanisms.first_value.FirstValue has changed since the training" in caplog.text
 
 
-def test_the_preset_of_the_page_composes_and_mistakes_raise_the_errors_quoted_on_it(
-    work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_preset_of_the_page_composes_and_mistakes_raise_the_errors_quoted_on_it(work, monkeypatch):
     monkeypatch.syspath_prepend(str(work))
     config = depthlm.compose(["model=gated_skip_moda"], config_dir=work / "my_conf")
     assert (config.model.name, config.model.connection["span"]) == ("gated_skip_moda", 2)

@@ -39,7 +39,7 @@ def direct(directory: Path, folder: Path, length: int = 48) -> tuple[float, int,
     return nats, targets, len(text.encode())
 
 
-def test_every_target_counts_once(trained: Path, token_folder: Path) -> None:
+def test_every_target_counts_once(trained, token_folder):
     nats, targets, text_bytes = direct(trained, token_folder)
     found = run(f"run={trained}", "batch_size=3")
     assert found["validation/local/loss"] == pytest.approx(nats / targets, rel=1e-6)
@@ -47,7 +47,7 @@ def test_every_target_counts_once(trained: Path, token_folder: Path) -> None:
     assert found["validation/local/bits_per_byte"] == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-6)
 
 
-def test_results_of_one_checkpoint_accumulate_and_the_report_reads_them(trained: Path, tmp_path: Path) -> None:
+def test_results_of_one_checkpoint_accumulate_and_the_report_reads_them(trained, tmp_path):
     copy = shutil.copytree(trained, tmp_path / "run")
     (copy / "evaluation.json").write_text(json.dumps({"step": 12, "zero_shot/piqa": 0.5}))
     run(f"run={copy}")
@@ -58,7 +58,7 @@ def test_results_of_one_checkpoint_accumulate_and_the_report_reads_them(trained:
     assert "zero_shot/piqa" not in run(f"run={copy}")
 
 
-def test_losses_on_other_token_files_of_the_same_tokenizer(trained: Path, token_folder: Path) -> None:
+def test_losses_on_other_token_files_of_the_same_tokenizer(trained, token_folder):
     own = run(f"run={trained}")
     both = run(f"run={trained}", f"sets={token_folder}")
     assert both[f"validation/{token_folder.name}/loss"] == both["validation/local/loss"] == own["validation/local/loss"]
@@ -66,7 +66,7 @@ def test_losses_on_other_token_files_of_the_same_tokenizer(trained: Path, token_
         run(f"run={trained}", f"sets={token_folder},{token_folder}")
 
 
-def test_tokens_of_another_tokenizer_are_refused(trained: Path, token_folder: Path, tmp_path: Path) -> None:
+def test_tokens_of_another_tokenizer_are_refused(trained, token_folder, tmp_path):
     folder = shutil.copytree(token_folder, tmp_path / "tokens")
     other = train_bpe(["a text of some words, and a text of more words"] * 9, 300)
     other.save(folder)
@@ -77,9 +77,7 @@ def test_tokens_of_another_tokenizer_are_refused(trained: Path, token_folder: Pa
         run(f"run={trained}", f"sets={folder}")
 
 
-def test_a_set_whose_text_is_hidden_by_unknown_tokens_has_no_bits_per_byte(
-    trained: Path, token_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_set_whose_text_is_hidden_by_unknown_tokens_has_no_bits_per_byte(trained, token_folder, tmp_path, capsys):
     folder = shutil.copytree(token_folder, tmp_path / "hidden")
     manifest = json.loads((folder / "manifest.json").read_text())
     (split,) = manifest["validation"].values()
@@ -92,7 +90,7 @@ def test_a_set_whose_text_is_hidden_by_unknown_tokens_has_no_bits_per_byte(
     assert "hidden: 5.0% of its tokens are unknown" in capsys.readouterr().out
 
 
-def test_invalid_arguments_and_combinations_are_refused(trained: Path) -> None:
+def test_invalid_arguments_and_combinations_are_refused(trained):
     for given, words in (
         (["limit=3"], "limit=: has an effect only with tasks="),
         (["shots=0"], "shots=: has an effect only with tasks="),
@@ -107,7 +105,7 @@ def test_invalid_arguments_and_combinations_are_refused(trained: Path) -> None:
         assert words in str(error.value)
 
 
-def test_a_directory_without_a_run_or_checkpoint_is_refused(trained: Path, tmp_path: Path) -> None:
+def test_a_directory_without_a_run_or_checkpoint_is_refused(trained, tmp_path):
     with pytest.raises(UserError, match="no run in it"):
         run(f"run={tmp_path}")
     shutil.copy(trained / "config.yaml", tmp_path)

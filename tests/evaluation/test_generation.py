@@ -89,14 +89,12 @@ def greedy(directory: Path, prompt: str, tokens: int) -> str:
     return tokenizer.decode(continued[0, len(ids) :].tolist())
 
 
-def test_a_prompt_is_printed_and_continued(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_is_printed_and_continued(trained, capsys):
     write(f"run={trained}", "prompt=the depth of", "max_new_tokens=20", "temperature=0")
     assert capsys.readouterr().out == "the depth of" + greedy(trained, "the depth of", 20) + "\n"
 
 
-def test_neither_the_batch_nor_chunks_of_the_prefill_affect_the_continuation_of_a_prompt(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_neither_the_batch_nor_chunks_of_the_prefill_affect_the_continuation_of_a_prompt(trained, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("\n".join(LINES) + "\n\n")
     for batch_size, chunk in ((1, "null"), (2, "3")):
         write(
@@ -107,7 +105,7 @@ def test_neither_the_batch_nor_chunks_of_the_prefill_affect_the_continuation_of_
         assert found == [{"prompt": line, "text": greedy(trained, line, 12)} for line in LINES]
 
 
-def test_sampling_is_reproducible_by_its_seed(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampling_is_reproducible_by_its_seed(trained, capsys):
     texts = []
     for seed in (1, 1, 2):
         write(f"run={trained}", "prompt=", "max_new_tokens=30", f"seed={seed}", "top_p=0.9")
@@ -115,9 +113,7 @@ def test_sampling_is_reproducible_by_its_seed(trained: Path, capsys: pytest.Capt
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_text_is_streamed_in_complete_characters(
-    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_is_streamed_in_complete_characters(trained, capsys, monkeypatch):
     text = "a é 深 𝄞"
     # a model that generates these bytes, one per token
     script, one_hot = iter(text.encode()), torch.nn.functional.one_hot
@@ -126,7 +122,7 @@ def test_text_is_streamed_in_complete_characters(
     assert capsys.readouterr().out == f"b{text}\n"
 
 
-def test_invalid_prompts_are_refused(trained: Path, tmp_path: Path) -> None:
+def test_invalid_prompts_are_refused(trained, tmp_path):
     lines = tmp_path / "lines"
     lines.write_text("short\n\n" + "x" * 44)
     for given, words in (
@@ -140,7 +136,7 @@ def test_invalid_prompts_are_refused(trained: Path, tmp_path: Path) -> None:
             write(f"run={trained}", *given)
 
 
-def test_padding_on_the_left_does_not_change_the_text(trained: Path) -> None:
+def test_padding_on_the_left_does_not_change_the_text(trained):
     model, _ = depthlm.load(trained)
     model.end_of_text = 256
     row = torch.tensor([[97, 256, 98, 99]])

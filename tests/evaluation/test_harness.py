@@ -92,16 +92,14 @@ def most_likely(directory: Path, data: Path) -> float:
     return sum(right) / len(right)
 
 
-def test_a_task_on_local_data_has_the_score_computed_by_hand(trained: Path, task: Path) -> None:
+def test_a_task_on_local_data_has_the_score_computed_by_hand(trained, task):
     found = run(f"run={trained}", f"tasks={task}", "shots=0,1", "batch_size=4")
     assert found["zero_shot/depth_words/acc"] == pytest.approx(most_likely(trained, task.with_suffix(".jsonl")))
     assert "one_shot/depth_words/acc" in found
     assert json.loads((trained / "evaluation.json").read_text())["zero_shot/depth_words/acc"] is not None
 
 
-def test_tasks_that_fail_keep_the_results_of_the_others(
-    trained: Path, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tasks_that_fail_keep_the_results_of_the_others(trained, task, tmp_path, capsys):
     (trained / "evaluation.json").unlink(missing_ok=True)
     failures = {
         "raises": ("raise ValueError('no\\nnumber')", "ValueError: no"),
@@ -127,7 +125,7 @@ def test_tasks_that_fail_keep_the_results_of_the_others(
     assert not [key for key in recorded for name in failures if name in key]
 
 
-def test_an_answer_without_a_token_of_its_own_is_refused_with_what_to_do() -> None:
+def test_an_answer_without_a_token_of_its_own_is_refused_with_what_to_do():
     lm = HarnessLM.__new__(HarnessLM)
     lm.backend = "causal"
     lm.tok_encode = lambda text: [ord(character) for character in text.replace("b)", "b")]
@@ -137,8 +135,8 @@ def test_an_answer_without_a_token_of_its_own_is_refused_with_what_to_do() -> No
 
 
 def test_only_results_on_all_questions_are_written_and_relative_paths_are_those_of_the_current_folder(
-    trained: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    trained, task, tmp_path, monkeypatch
+):
     (trained / "evaluation.json").unlink(missing_ok=True)
     assert 0 <= run(f"run={trained}", f"tasks={task}", "limit=3")["zero_shot/depth_words/acc"] <= 1
     assert not (trained / "evaluation.json").exists()
@@ -149,7 +147,7 @@ def test_only_results_on_all_questions_are_written_and_relative_paths_are_those_
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("read_once")
-def test_a_task_of_the_harness_runs_on_a_local_copy_of_its_dataset(trained: Path, tmp_path: Path) -> None:
+def test_a_task_of_the_harness_runs_on_a_local_copy_of_its_dataset(trained, tmp_path):
     folder = tmp_path / "allenai/sciq"
     folder.mkdir(parents=True)
     row = {"question": "what is read?", "support": "A stream is read by every layer.", "correct_answer": "a stream"}
@@ -162,9 +160,7 @@ def test_a_task_of_the_harness_runs_on_a_local_copy_of_its_dataset(trained: Path
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("read_once")
-def test_missing_datasets_are_listed_with_remedies_and_an_unknown_task_with_the_nearest_name(
-    trained: Path, all_tasks: Any
-) -> None:
+def test_missing_datasets_are_listed_with_remedies_and_an_unknown_task_with_the_nearest_name(trained, all_tasks):
     for name in SUITES:
         assert {job.task for job in jobs_of([name], [0])} <= set(all_tasks.all_tasks)
     with pytest.raises(UserError, match="8 of 8 tasks have no dataset here") as error:
@@ -176,7 +172,7 @@ def test_missing_datasets_are_listed_with_remedies_and_an_unknown_task_with_the_
         run(f"run={trained}", "tasks=piqua")
 
 
-def test_suites_have_the_metric_names_that_the_experiments_read() -> None:
+def test_suites_have_the_metric_names_that_the_experiments_read():
     assert {name: len(suite.tasks) for name, suite in SUITES.items()} == {"paper": 8, "moda": 10}
     for name, experiment in (("paper", "depth_attention/main"), ("moda", "moda/model_size")):
         columns = depthlm.sweeps.points.load_experiment(experiment, None).columns
@@ -186,7 +182,7 @@ def test_suites_have_the_metric_names_that_the_experiments_read() -> None:
         assert read == {f"{shots[count]}_shot/{task}" for count in SUITES[name].shots for task in tasks}
 
 
-def test_unknown_tasks_are_refused(trained: Path) -> None:
+def test_unknown_tasks_are_refused(trained):
     for tasks, words in (("paper,piqa", "give paper alone"), ("missing.yaml", "cannot be read")):
         with pytest.raises(UserError, match=words):
             run(f"run={trained}", f"tasks={tasks}")

@@ -20,7 +20,7 @@ from depthlm.evaluation.evaluate import Evaluate, evaluate
 from depthlm.runs.trackers import Trackers
 from depthlm.training import train
 from tests.training.run_files import assert_same, weights
-from tests.two_ranks import TwoRanks, train_on_ranks
+from tests.two_ranks import train_on_ranks
 
 pytestmark = pytest.mark.usefixtures("only_steps")
 TASKS = ["evaluation.every=4", "evaluation.tasks=[python_words]", "evaluation.shots=[0,1]"]
@@ -57,9 +57,7 @@ def undisturbed(shared: Path, overrides: Overrides) -> Path:
     return directory
 
 
-def test_the_results_are_those_of_evaluate_and_training_is_not_changed(
-    undisturbed: Path, small_run: Overrides, tmp_path: Path, token_folder: Path
-) -> None:
+def test_the_results_are_those_of_evaluate_and_training_is_not_changed(undisturbed, small_run, tmp_path, token_folder):
     results = rows(undisturbed)
     assert list(results) == [4, 6]
     assert len(results[4]) == len(results[6]) == 3 + 2 * 2
@@ -77,9 +75,7 @@ def test_the_results_are_those_of_evaluate_and_training_is_not_changed(
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_results_of_one(
-    two_ranks: TwoRanks, undisturbed: Path, overrides: Overrides, tmp_path: Path
-) -> None:
+def test_two_ranks_give_the_results_of_one(two_ranks, undisturbed, overrides, tmp_path):
     assert two_ranks(train_on_ranks, overrides("deepspeed=zero3")) == [0, 0]
     one, two = rows(undisturbed), rows(tmp_path / "run")
     assert list(one) == list(two) == [4, 6]
@@ -87,9 +83,7 @@ def test_two_ranks_give_the_results_of_one(
         assert one[step] == pytest.approx(two[step], rel=1e-5)
 
 
-def test_a_failure_is_logged_and_training_continues(
-    overrides: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_a_failure_is_logged_and_training_continues(overrides, tmp_path, monkeypatch, caplog):
     run_job = online.run_job
 
     def fail(lm: Any, job: Any, manager: Any, limit: Any) -> Any:
@@ -115,8 +109,8 @@ def test_a_failure_is_logged_and_training_continues(
 
 
 def test_a_stop_during_an_evaluation_is_resumed_with_the_task_that_is_missing(
-    overrides: Overrides, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    overrides, undisturbed, tmp_path, monkeypatch
+):
     run_job, jobs = online.run_job, []
 
     def stop(lm: Any, job: Any, manager: Any, limit: Any) -> Any:
@@ -138,7 +132,7 @@ def test_a_stop_during_an_evaluation_is_resumed_with_the_task_that_is_missing(
     assert rows(tmp_path / "run") == rows(undisturbed)
 
 
-def test_a_mistake_is_reported_before_the_first_step(small_run: Overrides, token_folder: Path, tmp_path: Path) -> None:
+def test_a_mistake_is_reported_before_the_first_step(small_run, token_folder, tmp_path):
     missing = tmp_path / "task.yaml"
     missing.write_text("task: nothing\ndataset_path: json\ndataset_kwargs: {data_files: {test: /nowhere.jsonl}}\n"
                        "output_type: multiple_choice\ntest_split: test\ndoc_to_text: a\ndoc_to_choice: b\n"

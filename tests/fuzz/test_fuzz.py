@@ -22,14 +22,14 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
         yield make_targets(tmp_path_factory.mktemp("fuzz"))
 
 
-def test_mutations_of_every_file_give_an_error_or_the_right_answer(targets: list[Any]) -> None:
+def test_mutations_of_every_file_give_an_error_or_the_right_answer(targets):
     for target in targets:
         outcome = fuzz.fuzz_reader(target, 3, seed=2)
         assert outcome.failures == {}
         assert outcome.returned + outcome.refused == 3
 
 
-def test_a_pipe_in_place_of_a_file_does_not_block_its_reader(targets: list[Any]) -> None:
+def test_a_pipe_in_place_of_a_file_does_not_block_its_reader(targets):
     # prompts may come from a pipe
     for target in (target for target in targets if target.name != "prompts"):
         original = target.file.rename(target.file.with_name("original"))
@@ -43,7 +43,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block_its_reader(targets: list[Any])
             original.rename(target.file)
 
 
-def test_every_module_that_reads_files_has_targets(targets: list[Any]) -> None:
+def test_every_module_that_reads_files_has_targets(targets):
     call = re.compile(
         r"(?<!def )\b(read_(text|bytes|json|yaml|record)|open_regular|safe_open|load_file|ParquetFile|from_file)\("
         r"|digest\((?!\))|\.open\(\"r|(?<=with )open\(|(?<== )open\(|\b(np|torch|yaml|json)\.load\("
@@ -55,5 +55,5 @@ def test_every_module_that_reads_files_has_targets(targets: list[Any]) -> None:
 
 
 @pytest.mark.slow
-def test_commands_give_an_error_or_the_right_answer(targets: list[Any]) -> None:
+def test_commands_give_an_error_or_the_right_answer(targets):
     assert fuzz.fuzz_commands(targets, 3, seed=2).failures == {}

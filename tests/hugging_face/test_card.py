@@ -3,7 +3,6 @@
 import json
 import math
 import shlex
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from depthlm.config.reproduce import train_overrides
 from depthlm.config.saved import compare, load_config
 from depthlm.hugging_face import export
 
-MakeRun = Callable[..., Path]
 ROWS = [
     {"step": 1, "tokens": 256, "loss": 5.5, "mean_loss": 5.25, "validation/local/loss": 5.125},
     {"step": 2, "tokens": 512, "loss": 1.5, "mean_loss": 1.25, "validation/local/loss": 1.0},
@@ -49,7 +47,7 @@ def card_of(run: Path, **options: str) -> ModelCard:
 
 
 @pytest.mark.usefixtures("with_command")
-def test_the_card_of_a_complete_run(make_run: MakeRun) -> None:
+def test_the_card_of_a_complete_run(make_run):
     run = make_run("model=mhc", "seed=7", with_hydra=True)
     write(run, metrics=ROWS[:1], summary={"steps": 1, "unigram_entropy": 6.0}, environment=ENVIRONMENT)
     card = card_of(run, license="mit")
@@ -77,7 +75,7 @@ def test_the_card_of_a_complete_run(make_run: MakeRun) -> None:
     assert compare(asdict(load_config(run)), asdict(compose_anywhere(overrides))) == {}
 
 
-def test_a_checkpoint_before_the_end_has_its_own_losses_and_no_result(make_run: MakeRun) -> None:
+def test_a_checkpoint_before_the_end_has_its_own_losses_and_no_result(make_run):
     run = make_run("training.max_steps=9")
     write(run, metrics=ROWS, evaluation={"step": 2, "validation/local/loss": 0.5})
     card = card_of(run)
@@ -87,7 +85,7 @@ def test_a_checkpoint_before_the_end_has_its_own_losses_and_no_result(make_run: 
     assert "| steps | 1 of 9: the run was not complete |" in card.text
 
 
-def test_an_evaluation_replaces_the_losses_of_training(make_run: MakeRun) -> None:
+def test_an_evaluation_replaces_the_losses_of_training(make_run):
     run = make_run()
     evaluation = {"step": 1, "validation/local/loss": 2.0, "validation/local/bits_per_byte": 1.75}
     write(run, metrics=ROWS[:1], summary={"steps": 1}, evaluation=evaluation)
@@ -97,7 +95,7 @@ def test_an_evaluation_replaces_the_losses_of_training(make_run: MakeRun) -> Non
 
 
 @pytest.mark.parametrize("environment", [None, {"versions": 1, "git": "x", "world_size": "y", "device": 3}])
-def test_a_run_that_lacks_files_is_exported_with_a_shorter_card(make_run: MakeRun, environment: object) -> None:
+def test_a_run_that_lacks_files_is_exported_with_a_shorter_card(make_run, environment):
     run = make_run()
     if environment is not None:
         write(run, environment=environment)
@@ -110,7 +108,7 @@ def test_a_run_that_lacks_files_is_exported_with_a_shorter_card(make_run: MakeRu
 
 
 @pytest.mark.usefixtures("with_command")
-def test_a_corpus_of_the_hub_is_named_and_no_path_of_this_machine_is(make_run: MakeRun) -> None:
+def test_a_corpus_of_the_hub_is_named_and_no_path_of_this_machine_is(make_run):
     run = make_run(
         "data=fineweb_edu", "data.tokenizer=bytes", "data.source=/home/me/secret/mirror", "init_from=/srv/old",
         with_hydra=True,
@@ -127,9 +125,7 @@ def test_a_corpus_of_the_hub_is_named_and_no_path_of_this_machine_is(make_run: M
 
 
 @pytest.mark.usefixtures("with_command")
-def test_a_mechanism_without_an_option_is_described_by_its_docstring(
-    tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mechanism_without_an_option_is_described_by_its_docstring(tmp_path, make_run, monkeypatch):
     (tmp_path / "conf/model/connection").mkdir(parents=True)
     (tmp_path / "conf/model/connection/own.yaml").write_text("_target_: own_card.Own\n")
     (tmp_path / "own_card.py").write_text(

@@ -33,7 +33,7 @@ def tokens(*shape: int) -> torch.Tensor:
     ("side", "overrides"),
     [("right", []), ("left", ["data.document_mask=true"]), ("left", ["data.document_mask=bos"])],
 )
-def test_padding_does_not_change_logits(wrap: Callable[..., Wrapped], overrides: list[str], side: str) -> None:
+def test_padding_does_not_change_logits(wrap, overrides, side):
     causal, decoder = wrap("model=depth_attention", *overrides)
     rows, mask = tokens(3, 12), torch.ones(3, 12, dtype=torch.long)
     rows[:, 5] = 256
@@ -51,9 +51,7 @@ def test_padding_does_not_change_logits(wrap: Callable[..., Wrapped], overrides:
     ("cache_given", "overrides"),
     [(False, []), (True, ["data.document_mask=true"]), (False, ["data.document_mask=bos"])],
 )
-def test_a_cache_is_filled_in_parts_cropped_and_reordered(
-    wrap: Callable[..., Wrapped], overrides: list[str], cache_given: bool
-) -> None:
+def test_a_cache_is_filled_in_parts_cropped_and_reordered(wrap, overrides, cache_given):
     from transformers import DynamicCache
 
     causal, _ = wrap("model=moda", "model.loops=2", *overrides)
@@ -75,7 +73,7 @@ def test_a_cache_is_filled_in_parts_cropped_and_reordered(
     assert cache.get_seq_length() == 12
 
 
-def test_beam_search_reorders_document_ends(wrap: Callable[..., Wrapped]) -> None:
+def test_beam_search_reorders_document_ends(wrap):
     causal, decoder = wrap("data.document_mask=true")
     # few tokens are likely, and one of them ends a document
     with torch.no_grad():
@@ -88,7 +86,7 @@ def test_beam_search_reorders_document_ends(wrap: Callable[..., Wrapped]) -> Non
     assert len({tuple((row == 0).tolist()) for row in written}) > 2
 
 
-def test_loss_gradients_and_bf16_generation(wrap: Callable[..., Wrapped]) -> None:
+def test_loss_gradients_and_bf16_generation(wrap):
     causal, decoder = wrap("model=mhc", "backbone.tie_embeddings=true")
     labels = tokens(2, 9)
     labels[:, :4] = -100
@@ -109,7 +107,7 @@ def test_loss_gradients_and_bf16_generation(wrap: Callable[..., Wrapped]) -> Non
         ["model=dca", "backbone=kimi_linear", "backbone.mixers=[delta,latent]", "size.num_layers=2"],
     ],
 )
-def test_adapters_change_what_their_layers_compute(wrap: Callable[..., Wrapped], overrides: list[str]) -> None:
+def test_adapters_change_what_their_layers_compute(wrap, overrides):
     peft = pytest.importorskip("peft")
     causal, decoder = wrap(*overrides)
     by_hand = copy.deepcopy(decoder)
@@ -126,7 +124,7 @@ def test_adapters_change_what_their_layers_compute(wrap: Callable[..., Wrapped],
         torch.testing.assert_close(adapted.merge_and_unload()(tokens(2, 9)).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_unsupported_arguments_are_refused(wrap: Callable[..., Wrapped]) -> None:
+def test_unsupported_arguments_are_refused(wrap):
     causal, _ = wrap()
     mask = torch.tensor([[1, 1, 0, 1]])
     with pytest.raises(ValueError, match="padding between its tokens; pad prompts on the left"):
@@ -144,7 +142,7 @@ def test_unsupported_arguments_are_refused(wrap: Callable[..., Wrapped]) -> None
 
 
 @pytest.mark.parametrize("overrides", [["model=mhc"], ["backbone.tie_embeddings=true"]])
-def test_the_vocabulary_can_be_resized(wrap: Callable[..., Wrapped], overrides: list[str]) -> None:
+def test_the_vocabulary_can_be_resized(wrap, overrides):
     causal, decoder = wrap(*overrides)
     with torch.no_grad():
         before = causal(tokens(1, 4)).logits
@@ -158,7 +156,7 @@ def test_the_vocabulary_can_be_resized(wrap: Callable[..., Wrapped], overrides: 
     assert causal.config.vocab_size == causal.config.size["vocab_size"] == 300
 
 
-def test_gradient_checkpointing_changes_no_gradient(wrap: Callable[..., Wrapped]) -> None:
+def test_gradient_checkpointing_changes_no_gradient(wrap):
     causal, decoder = wrap("model=moda")
     cache = causal(tokens(2, 3)).past_key_values
 
@@ -181,7 +179,7 @@ def test_gradient_checkpointing_changes_no_gradient(wrap: Callable[..., Wrapped]
     assert not decoder.activation_checkpointing
 
 
-def test_the_tokenizer_adds_no_tokens(tmp_path: Path) -> None:
+def test_the_tokenizer_adds_no_tokens(tmp_path):
     from tokenizers import Tokenizer as Encoder
     from tokenizers.processors import TemplateProcessing
 

@@ -157,7 +157,7 @@ def case(cases: dict[str, Case], request: pytest.FixtureRequest) -> Case:
     return cases[request.param]
 
 
-def test_an_export_computes_and_generates_what_the_run_does(case: Case) -> None:
+def test_an_export_computes_and_generates_what_the_run_does(case):
     model, answer, tokens = case.model, case.answer, case.tokens
     with torch.no_grad():
         logits, sums = model(tokens), model(tokens[:, :-1], tokens[:, 1:])
@@ -185,7 +185,7 @@ def test_an_export_computes_and_generates_what_the_run_does(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [OWN], indirect=True)
-def test_only_the_code_that_a_mechanism_needs_is_exported(case: Case) -> None:
+def test_only_the_code_that_a_mechanism_needs_is_exported(case):
     files = {file.name for file in case.folder.glob("*.py")}
     assert {"own_mechanism_own_connection.py", "own_mechanism_own_scale.py"} <= files
     assert not any("moda" in file or "config" in file.removesuffix("configuration.py") for file in files)

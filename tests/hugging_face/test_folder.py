@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,12 @@ from depthlm.hugging_face import export
 from depthlm.hugging_face.folder import as_tokenizer, write_tokenizer
 from depthlm.hugging_face.source import collect
 
-MakeRun = Callable[..., Path]
-
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_an_earlier_export_is_replaced_completely(make_run: MakeRun, tmp_path: Path) -> None:
+def test_an_earlier_export_is_replaced_completely(make_run, tmp_path):
     to = tmp_path / "some/export"
     first = export(make_run("model=mhc", name="mhc"), to)
     left_by_a_killed_export = tmp_path / "some/.export.killed.partial/new"
@@ -40,7 +37,7 @@ def test_an_earlier_export_is_replaced_completely(make_run: MakeRun, tmp_path: P
     assert contents(tmp_path / "other") == contents(to)
 
 
-def test_files_that_no_export_wrote_are_kept(make_run: MakeRun, tmp_path: Path) -> None:
+def test_files_that_no_export_wrote_are_kept(make_run, tmp_path):
     run, to = make_run(), tmp_path / "export"
     to.mkdir()
     (to / "notes.txt").write_text("mine")
@@ -62,9 +59,7 @@ def test_files_that_no_export_wrote_are_kept(make_run: MakeRun, tmp_path: Path) 
     assert (to / "README.md").read_text() == "my own words"
 
 
-def test_a_target_that_cannot_be_written_is_a_user_error(
-    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_that_cannot_be_written_is_a_user_error(make_run, tmp_path, monkeypatch):
     run = make_run()
     (tmp_path / "file").touch()
     for to in (tmp_path / "file", tmp_path / "file/export"):
@@ -83,7 +78,7 @@ def test_a_target_that_cannot_be_written_is_a_user_error(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "file", "run"]
 
 
-def test_a_run_without_a_checkpoint_is_refused(make_run: MakeRun, tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_is_refused(make_run, tmp_path):
     run = make_run()
     (run / "checkpoints/step-00000001/model.safetensors").write_bytes(b"torn")
     with pytest.raises(UserError, match="no checkpoint in it is valid"):
@@ -101,9 +96,7 @@ MODULES = {
 }
 
 
-def test_code_that_cannot_be_exported_is_reported_with_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_cannot_be_exported_is_reported_with_its_line(tmp_path, monkeypatch):
     for module, (text, _) in MODULES.items():
         (tmp_path / f"{module}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -112,7 +105,7 @@ def test_code_that_cannot_be_exported_is_reported_with_its_line(
             collect([module])
 
 
-def test_only_imports_of_copied_code_are_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_imports_of_copied_code_are_changed(tmp_path, monkeypatch):
     package = tmp_path / "reader"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -133,13 +126,13 @@ def test_only_imports_of_copied_code_are_changed(tmp_path: Path, monkeypatch: py
     assert texts["reader.main"] == expected
 
 
-def test_without_transformers_the_error_names_the_extra(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_the_error_names_the_extra(make_run, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match=r"transformers is not installed; pip install -e '.\[evaluation\]'"):
         export("run", "to")
 
 
-def test_an_export_has_the_chosen_end_of_text_and_no_dropout(tmp_path: Path) -> None:
+def test_an_export_has_the_chosen_end_of_text_and_no_dropout(tmp_path):
     encoder = Encoder.from_str(bytes_tokenizer().text)
     encoder.add_tokens(["<stop>"])
     record = json.loads(encoder.to_str())

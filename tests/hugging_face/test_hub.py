@@ -1,7 +1,7 @@
 """An export pushed to a hub on localhost, loaded from it by transformers, and what a hub may refuse."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,6 @@ from depthlm.hugging_face import export
 from ..fake_hub import FakeHub, fake_hub
 from ..fake_uploads import Uploads
 
-MakeRun = Callable[..., Path]
 TOKEN = "hf_of_a_test"
 
 
@@ -44,9 +43,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_a_pushed_model_loads_from_the_hub_with_equal_logits(
-    hub: FakeHub, make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pushed_model_loads_from_the_hub_with_equal_logits(hub, make_run, tmp_path, monkeypatch, capsys):
     run = make_run("model=moda")
     command = ["depthlm", "export", f"run={run}", "push_to=me/moda-micro", "private=true", "license=mit"]
     monkeypatch.setattr(sys, "argv", command)
@@ -68,8 +65,8 @@ def test_a_pushed_model_loads_from_the_hub_with_equal_logits(
 
 
 def test_the_same_command_pushes_again_and_removes_only_the_code_of_another_mechanism(
-    hub: FakeHub, make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    hub, make_run, tmp_path, monkeypatch
+):
     assert hub.uploads is not None
     # the way of uploading that large files take to the real hub, here without large files
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
@@ -95,7 +92,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_the_hub_refuses_is_a_user_error_that_keeps_the_export(hub: FakeHub, make_run: MakeRun, case: str) -> None:
+def test_what_the_hub_refuses_is_a_user_error_that_keeps_the_export(hub, make_run, case):
     status, path, message = REFUSED[case]
     assert hub.uploads is not None
     hub.uploads.fails[path] = status
@@ -110,9 +107,7 @@ def test_what_the_hub_refuses_is_a_user_error_that_keeps_the_export(hub: FakeHub
     assert hub.uploads.content("me/model") == contents(run / "export")
 
 
-def test_mistakes_are_reported_before_anything_is_written(
-    hub: FakeHub, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_reported_before_anything_is_written(hub, make_run, monkeypatch):
     run = make_run()
     for name in ("model", "a/b/c", "me/model.git"):
         with pytest.raises(UserError, match=rf"push_to={name}: must be <owner>/<name>, .*, as in push_to=me/"):
@@ -131,7 +126,7 @@ def test_mistakes_are_reported_before_anything_is_written(
     assert hub.requests == []
 
 
-def test_a_public_repository_does_not_get_what_should_be_private(hub: FakeHub, make_run: MakeRun) -> None:
+def test_a_public_repository_does_not_get_what_should_be_private(hub, make_run):
     assert hub.uploads is not None
     run = make_run()
     export(run, push_to="me/model")
@@ -141,9 +136,7 @@ def test_a_public_repository_does_not_get_what_should_be_private(hub: FakeHub, m
     assert hub.uploads.content("me/model") == before
 
 
-def test_a_hub_that_cannot_be_reached_is_a_user_error(
-    hub: FakeHub, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_cannot_be_reached_is_a_user_error(hub, make_run, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"the hub at http://127.0.0.1:9 cannot be reached .*; check the network"):
         export(make_run(), push_to="me/model")

@@ -21,7 +21,6 @@ from depthlm.training import train
 from depthlm.training.checkpoint.init_from import copy_weights
 
 pytestmark = pytest.mark.usefixtures("only_steps")
-Overrides = Callable[..., list[str]]
 SIZE: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16,
@@ -69,9 +68,8 @@ def make_folder(tmp_path: Path) -> Callable[..., Path]:
     ],
 )  # fmt: skip
 def test_experts_are_read_and_written_as_transformers_does(
-    small_run: Overrides, make_folder: Callable[..., Path], tmp_path: Path, kind: str, shards: str, settings: dict,
-    ours: str,
-) -> None:  # fmt: skip
+    small_run, make_folder, tmp_path, kind, shards, settings, ours
+):
     folder = make_folder(kind, shards, num_experts=6, num_experts_per_tok=2, **settings)
     overrides = small_run(
         *OURS, f"backbone={kind}", *(f"backbone.{setting}" for setting in ours.split()), "backbone.rope_theta=10000",
@@ -90,9 +88,7 @@ def test_experts_are_read_and_written_as_transformers_does(
 
 
 @pytest.mark.parametrize(("kind", "tie"), [("qwen3", True), ("olmo2", False)])
-def test_logits_equal_those_of_transformers(
-    small_run: Overrides, make_folder: Callable[..., Path], kind: str, tie: bool
-) -> None:
+def test_logits_equal_those_of_transformers(small_run, make_folder, kind, tie):
     rope = {"rope_type": "default", "rope_theta": 1e6}
     folder = make_folder(kind, tie_word_embeddings=tie, rope_parameters=rope, attention_bias=True, rms_norm_eps=1e-6)
     assert len([*folder.glob("*.safetensors")]) > 1
@@ -108,9 +104,7 @@ def test_logits_equal_those_of_transformers(
         torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_a_run_starts_from_a_folder_also_with_another_mechanism(
-    small_run: Overrides, make_folder: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_starts_from_a_folder_also_with_another_mechanism(small_run, make_folder, tmp_path, capsys):
     folder = make_folder("qwen3")
     overrides = [*OURS, "backbone.norm_eps=1e-6", f"init_from={folder}", "training.max_steps=1"]
     first = []
@@ -123,9 +117,7 @@ def test_a_run_starts_from_a_folder_also_with_another_mechanism(
     assert first[0] == pytest.approx(first[1], rel=1e-5)
 
 
-def test_every_difference_is_reported_with_the_overrides_that_fix_it(
-    small_run: Overrides, make_folder: Callable[..., Path]
-) -> None:
+def test_every_difference_is_reported_with_the_overrides_that_fix_it(small_run, make_folder):
     folder = make_folder("olmo2", tie_word_embeddings=True)
     with pytest.raises(ConfigError) as caught:
         depthlm.compose(small_run(f"init_from={folder}"))
@@ -137,9 +129,7 @@ def test_every_difference_is_reported_with_the_overrides_that_fix_it(
     assert depthlm.compose(small_run(f"init_from={folder}", *fixes)).backbone.qk_norm == "full"
 
 
-def test_an_export_of_a_mechanism_has_its_settings(
-    small_run: Overrides, make_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_an_export_of_a_mechanism_has_its_settings(small_run, make_run, tmp_path):
     folder = export(make_run("model=moda", "model.attention.slots=3", name="source"), tmp_path / "export").folder
     with pytest.raises(ConfigError) as caught:
         depthlm.compose(small_run(f"init_from={folder}", "model=moda"))
@@ -149,7 +139,7 @@ def test_an_export_of_a_mechanism_has_its_settings(
     assert copy_weights(load_weights(read_pretrained(folder)), model) == []
 
 
-def test_another_tokenizer_is_refused(small_run: Overrides, make_folder: Callable[..., Path]) -> None:
+def test_another_tokenizer_is_refused(small_run, make_folder):
     folder = make_folder("qwen3")
     tokenizer = folder / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace('"a":97', '"a":98').replace('"b":98', '"b":97'))
@@ -202,9 +192,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_unsupported_and_broken_folders_are_refused(
-    small_run: Overrides, make_folder: Callable[..., Path], name: str
-) -> None:
+def test_unsupported_and_broken_folders_are_refused(small_run, make_folder, name):
     folder = make_folder("qwen3", shards="1GB")
     breaking, words = BROKEN[name]
     breaking(folder)
@@ -221,7 +209,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_rope_is_read_as_transformers_reads_it(make_folder: Callable[..., Path], name: str) -> None:
+def test_rope_is_read_as_transformers_reads_it(make_folder, name):
     from transformers import AutoConfig
 
     folder = make_folder("qwen3", layer_types=["full_attention"] * 3)
@@ -233,7 +221,7 @@ def test_rope_is_read_as_transformers_reads_it(make_folder: Callable[..., Path],
 
 
 @pytest.mark.parametrize(("kind", "size"), [("qwen3", 128), ("qwen3_moe", 12), ("olmo2", 12)])
-def test_the_default_head_size_is_that_of_transformers(make_folder: Callable[..., Path], kind: str, size: int) -> None:
+def test_the_default_head_size_is_that_of_transformers(make_folder, kind, size):
     folder = make_folder("qwen3")
     config = json.loads((folder / "config.json").read_text()) | {"num_experts": 2, "num_experts_per_tok": 1}
     config |= {"model_type": kind, "moe_intermediate_size": 8}
@@ -242,7 +230,7 @@ def test_the_default_head_size_is_that_of_transformers(make_folder: Callable[...
     assert read_pretrained(folder).settings["size"]["head_size"] == size
 
 
-def test_the_single_file_of_weights_comes_before_an_index(make_folder: Callable[..., Path]) -> None:
+def test_the_single_file_of_weights_comes_before_an_index(make_folder):
     folder = make_folder("qwen3", shards="100KB")
     new = load_weights(read_pretrained(folder))
     save_file({"model.norm.weight": new["final_norm.weight"] + 1}, folder / "model.safetensors")
@@ -253,7 +241,7 @@ def test_the_single_file_of_weights_comes_before_an_index(make_folder: Callable[
 
 
 @pytest.mark.parametrize("stored", ["another head", "the same head", "only the head"])
-def test_a_tied_head_is_what_the_weights_say(make_folder: Callable[..., Path], stored: str) -> None:
+def test_a_tied_head_is_what_the_weights_say(make_folder, stored):
     from transformers import AutoModelForCausalLM
 
     folder = make_folder("qwen3", shards="1GB", tie_word_embeddings=True)
@@ -270,9 +258,7 @@ def test_a_tied_head_is_what_the_weights_say(make_folder: Callable[..., Path], s
     assert torch.equal(ours.get("head.weight", ours["embedding.weight"]), theirs.get_output_embeddings().weight)
 
 
-def test_the_code_in_a_folder_does_not_run_and_resuming_does_not_need_the_folder(
-    small_run: Overrides, make_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_code_in_a_folder_does_not_run_and_resuming_does_not_need_the_folder(small_run, make_folder, tmp_path):
     folder = make_folder("qwen3")
     edit(auto_map=dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "intruder.Intruder"))(folder)
     (folder / "intruder.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'trace')!r})\nclass Intruder: pass\n")
@@ -283,7 +269,7 @@ def test_the_code_in_a_folder_does_not_run_and_resuming_does_not_need_the_folder
     assert not (tmp_path / "trace").exists()
 
 
-def test_an_error_names_a_torn_weight_file(small_run: Overrides, make_folder: Callable[..., Path]) -> None:
+def test_an_error_names_a_torn_weight_file(small_run, make_folder):
     folder = make_folder("qwen3", shards="1GB")
     config = depthlm.compose(small_run(*OURS, "backbone.norm_eps=1e-6", f"init_from={folder}"))
     (folder / "model.safetensors").write_bytes(b"torn")

@@ -14,7 +14,7 @@ def _current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SETTINGS.parent.mkdir()
 
 
-def test_without_a_file_and_with_one_that_sets_nothing_all_keys_have_their_defaults() -> None:
+def test_without_a_file_and_with_one_that_sets_nothing_all_keys_have_their_defaults():
     assert read_cluster([]) == Cluster()
     assert Cluster().options() == [
         "--time=24:00:00", "--nodes=1", "--ntasks-per-node=8", "--cpus-per-task=8", "--gpus-per-node=8",
@@ -25,7 +25,7 @@ def test_without_a_file_and_with_one_that_sets_nothing_all_keys_have_their_defau
         assert read_cluster([]) == Cluster()
 
 
-def test_a_file_changes_defaults_and_the_command_line_takes_precedence() -> None:
+def test_a_file_changes_defaults_and_the_command_line_takes_precedence():
     SETTINGS.write_text(
         "# ours\npartition: h100\naccount:\nqos: null\nmem: ~\ntime: 12:00:00\nnodes: 2\nthrottle: '4'\n"
         "setup: |\n  module load cuda/13.0\n  export A=[1,2]\n"
@@ -38,7 +38,7 @@ def test_a_file_changes_defaults_and_the_command_line_takes_precedence() -> None
     assert {"--partition=h100", "--time=12:00:00", "--nodes=3", "--exclude=n1,n2"} <= set(cluster.options())
 
 
-def test_extra_options_may_contain_commas_and_brackets() -> None:
+def test_extra_options_may_contain_commas_and_brackets():
     for given, options in (
         ("[--exclude=n3]", ["--exclude=n3"]),
         ("[--exclude=n3, --constraint=h100]", ["--exclude=n3", "--constraint=h100"]),
@@ -52,7 +52,7 @@ def test_extra_options_may_contain_commas_and_brackets() -> None:
         assert read_cluster([]).extra == options
 
 
-def test_tasks_equal_gpus_unless_given() -> None:
+def test_tasks_equal_gpus_unless_given():
     tasks = [
         next(option for option in read_cluster(list(given)).options() if option.startswith("--ntasks-per-node"))
         for given in (["gpus_per_node=4"], ["gpus_per_node=0"], ["gpus_per_node=0", "tasks_per_node=6"])
@@ -61,7 +61,7 @@ def test_tasks_equal_gpus_unless_given() -> None:
     assert not any(option.startswith("--gpus") for option in read_cluster(["gpus_per_node=0"]).options())
 
 
-def test_the_memory_of_a_rank_is_that_of_a_gpu_or_its_share_of_the_node() -> None:
+def test_the_memory_of_a_rank_is_that_of_a_gpu_or_its_share_of_the_node():
     for given, memory in (
         (["gpu_memory=80"], 80_000_000_000),
         (["gpus_per_node=0", "tasks_per_node=2", "mem=500G"], 250 * 2**30),
@@ -71,7 +71,7 @@ def test_the_memory_of_a_rank_is_that_of_a_gpu_or_its_share_of_the_node() -> Non
         assert read_cluster(given).memory_per_rank() == memory
 
 
-def test_all_mistakes_of_the_command_line_are_reported_with_their_keys() -> None:
+def test_all_mistakes_of_the_command_line_are_reported_with_their_keys():
     with pytest.raises(UserError) as error:
         read_cluster(["node=2", "nodes=0", "cpus_per_task=many", "time=null", "oops"])
     text = str(error.value)
@@ -84,7 +84,7 @@ def test_all_mistakes_of_the_command_line_are_reported_with_their_keys() -> None
     assert "slurm.oops: not key=value" in text
 
 
-def test_an_invalid_file_is_reported() -> None:
+def test_an_invalid_file_is_reported():
     for content, message in (
         (b"node: 2\n", "did you mean `nodes`?"),
         (b"nodes: two\n", "nodes=two: must be an integer, at least 1"),

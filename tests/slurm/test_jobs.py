@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +18,8 @@ from depthlm.slurm.submit import job_config_text, next_snapshot, take_snapshot
 from depthlm.sweeps import Point
 from depthlm.training import train
 
-Overrides = Callable[..., list[str]]
 
-
-def test_a_snapshot_copies_the_checkout_and_is_never_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_copies_the_checkout_and_is_never_shared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     points = [Point(["model=mhc"]), Point(["model=dca", "seed=2"])]
     for number in (1, 2):
@@ -40,9 +37,7 @@ def test_a_snapshot_copies_the_checkout_and_is_never_shared(tmp_path: Path, monk
 
 @settings(max_examples=20)
 @given(st.text(min_size=1))
-def test_a_job_reads_the_configuration_that_was_submitted_whatever_characters_it_has(
-    tmp_path_factory: pytest.TempPathFactory, text: str
-) -> None:
+def test_a_job_reads_the_configuration_that_was_submitted_whatever_characters_it_has(tmp_path_factory, text):
     file = tmp_path_factory.mktemp("sweep") / "0.yaml"
     point = Point(["data=local", "data.tokenizer=bytes"])
     config = replace(point.config, data=replace(point.config.data, source=text))
@@ -52,9 +47,7 @@ def test_a_job_reads_the_configuration_that_was_submitted_whatever_characters_it
     assert compose_anywhere([f"config={file}"], auto_precision="auto") == config
 
 
-def test_a_run_that_a_command_has_begun_is_resumed_by_its_job_and_the_other_way_round(
-    small_run: Overrides, tmp_path: Path
-) -> None:
+def test_a_run_that_a_command_has_begun_is_resumed_by_its_job_and_the_other_way_round(small_run, tmp_path):
     overrides = small_run("training.max_steps=6")
     job = tmp_path / "0.yaml"
     job.write_text(job_config_text(Point([*overrides, "training.stop_after=4"])))
@@ -75,7 +68,7 @@ def run_job(sweep: Path, index: int) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(command, env={"PATH": os.environ["PATH"], **variables}, capture_output=True)
 
 
-def test_a_job_trains_the_configuration_of_its_index_and_exits_with_2_without_one(tmp_path: Path) -> None:
+def test_a_job_trains_the_configuration_of_its_index_and_exits_with_2_without_one(tmp_path):
     sweep = tmp_path / "a sweep's $folder"
     (sweep / "points").mkdir(parents=True)
     (sweep / "points/3.yaml").touch()

@@ -20,10 +20,8 @@ from depthlm.slurm.cluster import Cluster, queued_points, record_array, waiting_
 from depthlm.slurm.submit import main, submit_array
 from depthlm.sweeps import sweep_points
 
-from ..forks import Forks
 from ..report.made_up import write_run
 
-Overrides = Callable[..., list[str]]
 Submit = Callable[..., str]
 
 
@@ -49,9 +47,7 @@ def without_directory(overrides: list[str]) -> list[str]:
     return [text for text in overrides if not text.startswith("output_dir=")]
 
 
-def test_a_dry_run_prints_the_script_and_the_points_of_the_same_sweep(
-    four_points: list[str], tmp_path: Path, submit: Submit
-) -> None:
+def test_a_dry_run_prints_the_script_and_the_points_of_the_same_sweep(four_points, tmp_path, submit):
     output = submit(
         "--dry-run", *four_points, "slurm.throttle=3", "slurm.nodes=2", "slurm.mem=8G", "slurm.time=12:00:00"
     )
@@ -67,16 +63,14 @@ def test_a_dry_run_prints_the_script_and_the_points_of_the_same_sweep(
     assert not (tmp_path / "runs").exists()
 
 
-def test_slurm_replaces_nothing_in_the_folder_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_replaces_nothing_in_the_folder_of_a_sweep(capsys):
     submit_array(Cluster(), Path("/a/%j/100%"), 0, 1, [], dry_run=True)
     # %% is a % in the names of SLURM's files
     assert "--output=/a/%%j/100%%/log-%A_%a.txt" in shlex.split(capsys.readouterr().out)
 
 
 @pytest.mark.slow
-def test_points_that_start_from_another_form_a_later_array(
-    small_run: Overrides, tmp_path: Path, submit: Submit
-) -> None:
+def test_points_that_start_from_another_form_a_later_array(small_run, tmp_path, submit):
     folder = tmp_path / "conf/experiment/mine"
     folder.mkdir(parents=True)
     (folder / "retrofit.yaml").write_text(
@@ -105,9 +99,7 @@ def fake(folder: Path, name: str, script: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_submissions_at_once_train_every_point_once(
-    four_points: list[str], tmp_path: Path, bin_folder: Path, forks: Forks
-) -> None:
+def test_two_submissions_at_once_train_every_point_once(four_points, tmp_path, bin_folder, forks):
     queue = tmp_path / "queue"
     # an id of its own for each array, whose tasks wait in the queue, after a line of the cluster's own
     fake(bin_folder, "sbatch", f'echo Welcome; echo $$; for i in 0 1 2 3; do echo "$$ $i PENDING" >> {queue}; done\n')
@@ -124,8 +116,8 @@ def test_two_submissions_at_once_train_every_point_once(
 
 
 def test_a_submission_that_sbatch_rejects_or_gives_no_id_is_reported_and_leaves_nothing(
-    four_points: list[str], tmp_path: Path, bin_folder: Path, submit: Submit
-) -> None:
+    four_points, tmp_path, bin_folder, submit
+):
     # one of the points
     point = [*four_points, "model=vanilla", "optimizer.lr=0.001"]
     fake(bin_folder, "sbatch", 'echo "Requested node configuration is not available" >&2; exit 1\n')
@@ -140,7 +132,7 @@ def test_a_submission_that_sbatch_rejects_or_gives_no_id_is_reported_and_leaves_
     assert (tmp_path / "runs/.slurm/0001").exists()
 
 
-def test_what_training_would_refuse_is_not_submitted(four_points: list[str], tmp_path: Path, submit: Submit) -> None:
+def test_what_training_would_refuse_is_not_submitted(four_points, tmp_path, submit):
     with pytest.raises(UserError) as refused:
         submit(*four_points, "slurm.nodes=3")
     (reason,) = [line for line in str(refused.value).splitlines() if "is not divisible" in line]
@@ -159,8 +151,8 @@ def test_what_training_would_refuse_is_not_submitted(four_points: list[str], tmp
 
 
 def test_a_complete_run_counts_unless_its_settings_or_the_code_of_its_mechanism_have_changed(
-    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submit: Submit
-) -> None:
+    small_run, tmp_path, monkeypatch, submit
+):
     monkeypatch.syspath_prepend(tmp_path)
     own = tmp_path / "own_submitted.py"
     own.write_text("from depthlm.mechanisms.residual import Residual\n\n\nclass Mine(Residual):\n    pass\n")
@@ -177,9 +169,7 @@ def test_a_complete_run_counts_unless_its_settings_or_the_code_of_its_mechanism_
         submit("--dry-run", *overrides)
 
 
-def test_a_run_whose_precision_its_machine_chose_is_continued(
-    small_run: Overrides, tmp_path: Path, submit: Submit
-) -> None:
+def test_a_run_whose_precision_its_machine_chose_is_continued(small_run, tmp_path, submit):
     overrides = small_run("precision=auto", "data=stdlib")
     for precision in ("fp32", "bf16"):
         config = compose_anywhere(overrides, auto_precision=precision)
@@ -187,9 +177,7 @@ def test_a_run_whose_precision_its_machine_chose_is_continued(
         assert submit("--dry-run", *overrides).startswith("1 points to train\n")
 
 
-def test_a_choice_is_submitted_in_the_rounds_that_its_runs_call_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_choice_is_submitted_in_the_rounds_that_its_runs_call_for(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sweep = ["optimizer.lr=1e-3,2e-3", "seed=1", "experiment.best_over=optimizer.lr", "experiment.widen=0"]
     sweep.append("experiment.selection_seeds=[11]")
@@ -217,8 +205,8 @@ def test_a_choice_is_submitted_in_the_rounds_that_its_runs_call_for(
 
 
 def test_points_wait_for_the_preparation_of_their_data_and_a_dry_run_prints_the_plan_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("depthlm.slurm.start.COMMON_GPU", 7e7)
     refused = r"(?s)seed2-c4-path-tokens: not prepared: c4: data=c4. Prepare it, .*data/prepare.py data=c4 data.path="
@@ -232,8 +220,8 @@ def test_points_wait_for_the_preparation_of_their_data_and_a_dry_run_prints_the_
 
 
 def test_the_status_says_why_a_job_waits_and_where_a_job_that_ended_has_its_log(
-    four_points: list[str], tmp_path: Path, bin_folder: Path, submit: Submit
-) -> None:
+    four_points, tmp_path, bin_folder, submit
+):
     snapshot = tmp_path / "runs/.slurm/0001"
     snapshot.mkdir(parents=True)
     points = sweep_points(four_points[2:], four_points[1])
@@ -250,7 +238,7 @@ def test_the_status_says_why_a_job_waits_and_where_a_job_that_ended_has_its_log(
     ]
 
 
-def test_a_reason_is_called_permanent_only_if_no_wait_helps() -> None:
+def test_a_reason_is_called_permanent_only_if_no_wait_helps():
     for reason in ("PartitionConfig", "QOSMaxNodePerJobLimit", "QOSMinGRES", "DependencyNeverSatisfied"):
         assert waiting_text(reason) == f"can never start: {reason}"
     for reason in ("AssocGrpCpuLimit", "QOSMaxCpuPerUserLimit", "ReqNodeNotAvail, UnavailableNodes:n3"):
@@ -260,9 +248,7 @@ def test_a_reason_is_called_permanent_only_if_no_wait_helps() -> None:
     assert waiting_text("None") == waiting_text("") == ""
 
 
-def test_broken_records_of_jobs_are_named_and_skipped(
-    tmp_path: Path, bin_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_records_of_jobs_are_named_and_skipped(tmp_path, bin_folder, capsys):
     lines = ("12 0 CONFIGURING", "12 1 RUNNING", "12 2 TIMEOUT", "12 9 RUNNING")
     fake(bin_folder, "squeue", "".join(f"echo '{line}'\n" for line in lines))
     snapshot = tmp_path / ".slurm/0001"
@@ -287,7 +273,7 @@ TASK = {"SLURM_JOB_ID": "40", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID":
 
 
 @pytest.mark.parametrize(("script", "task"), [("train.sbatch", TASK), ("prepare.sbatch", TASK)])
-def test_the_last_task_of_an_array_requeues_itself(tmp_path: Path, script: str, task: dict[str, str]) -> None:
+def test_the_last_task_of_an_array_requeues_itself(tmp_path, script, task):
     fake(tmp_path, "scontrol", SCONTROL)
     # the run saves and exits with 75 on the signal
     fake(tmp_path, "srun", "trap 'exit 75' USR1; touch begun; sleep 30 & wait\n")

@@ -52,9 +52,7 @@ def wait_for_jobs(cluster: dict[str, str], seconds: float) -> None:
 
 
 @pytest.mark.release
-def test_an_array_of_four_points_over_two_nodes(
-    cluster: dict[str, str], submit: Submit, four_points: list[str], tmp_path: Path
-) -> None:
+def test_an_array_of_four_points_over_two_nodes(cluster, submit, four_points, tmp_path):
     # each point takes all cores of a node
     output = submit(*four_points, *ONE_RANK, "slurm.cpus_per_task=2", "slurm.throttle=2")
     assert "4 points to train" in output
@@ -73,9 +71,7 @@ def test_an_array_of_four_points_over_two_nodes(
     assert "0 points to train" in submit(*four_points, *ONE_RANK)
 
 
-def test_a_failed_point_is_reported_and_only_it_is_submitted_again(
-    cluster: dict[str, str], submit: Submit, small_run: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_failed_point_is_reported_and_only_it_is_submitted_again(cluster, submit, small_run, tmp_path):
     (tmp_path / "fragile.py").write_text(
         """from pathlib import Path
 from depthlm.mechanisms.residual import Residual
@@ -110,8 +106,8 @@ class Fragile(Residual):
     "event", ["signalled", *(pytest.param(event, marks=pytest.mark.release) for event in ("timed out", "preempted"))]
 )
 def test_every_point_of_an_array_that_is_stopped_saves_is_requeued_and_resumes(
-    event: str, cluster: dict[str, str], submit: Submit, small_run: Callable[..., list[str]], tmp_path: Path
-) -> None:
+    event, cluster, submit, small_run, tmp_path
+):
     kept = [
         text for text in small_run("training.max_steps=1000000", "training.log_every=10") if "output_dir=" not in text
     ]
@@ -158,9 +154,7 @@ def states(cluster: dict[str, str], array: str) -> list[str]:
 
 
 @pytest.mark.release
-def test_an_array_prepares_a_corpus_with_the_bytes_of_one_process(
-    cluster: dict[str, str], corpus_folder: Path, tmp_path: Path
-) -> None:
+def test_an_array_prepares_a_corpus_with_the_bytes_of_one_process(cluster, corpus_folder, tmp_path):
     data = ["data=local", f"data.source={corpus_folder}", "data.tokenizer=bytes", "data.validation_fraction=0.1"]
     here = {**cluster, "DEPTHLM_PYTHON": sys.executable, "DEPTHLM_CODE": str(REPOSITORY)}
     script = REPOSITORY / "depthlm/slurm/prepare.sbatch"

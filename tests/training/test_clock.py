@@ -6,18 +6,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from unittest import mock
-
-import pytest
 
 from depthlm.run_directory import RunDirectory
 from depthlm.runs import directory
 from depthlm.runs.directory import Claim, lock_run_directory
 from depthlm.runs.records import read_metrics
 
-from ..two_ranks import TwoRanks, train_on_ranks
-from .run_files import Overrides, curve
+from ..two_ranks import train_on_ranks
+from .run_files import curve
 
 HOUR = 3600.0
 
@@ -36,9 +33,7 @@ def train_with_a_jumping_clock(overrides: list[str]) -> int | str:
         return train_on_ranks(overrides)
 
 
-def test_jumps_of_the_wall_clock_change_neither_checkpoints_nor_timings(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
-) -> None:
+def test_jumps_of_the_wall_clock_change_neither_checkpoints_nor_timings(two_ranks, small_run, tmp_path):
     overrides = small_run("training.max_steps=6", "training.checkpoint_every=100", "training.checkpoint_minutes=60",
                           "training.keep_last=9", "training.rank_timeout=60", "training.stall_timeout=60")  # fmt: skip
     began = time.monotonic()
@@ -51,9 +46,7 @@ def test_jumps_of_the_wall_clock_change_neither_checkpoints_nor_timings(
     assert [row[:2] for row in curve(tmp_path / "run")] == [(step, 128 * step) for step in range(1, 7)]
 
 
-def test_jumps_of_the_wall_clock_do_not_end_the_wait_for_a_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jumps_of_the_wall_clock_do_not_end_the_wait_for_a_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(directory, "LOCK_SECONDS", HOUR)
     holding, release = threading.Event(), threading.Event()
 

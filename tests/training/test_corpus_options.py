@@ -14,7 +14,7 @@ from depthlm.losses import total_loss
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
 
-from .run_files import Overrides, TrainRun, losses
+from .run_files import losses
 
 MIXTURE = (
     "data.path=null", "data.sources={a: {files: '*-0*', weight: 3}, b: {files: '*-[123]*', weight: 1}}",
@@ -31,9 +31,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return list(read_metrics(folder / "metrics.jsonl"))
 
 
-def test_a_mixture_logs_the_share_and_epochs_of_each_source_and_resumes_as_if_uninterrupted(
-    train_run: TrainRun, small_run: Overrides
-) -> None:
+def test_a_mixture_logs_the_share_and_epochs_of_each_source_and_resumes_as_if_uninterrupted(train_run, small_run):
     straight = train_run(*MIXTURE, name="straight")
     corpus = open_corpus(depthlm.compose(small_run(*MIXTURE)).data)
     for row in rows(straight):
@@ -47,7 +45,7 @@ def test_a_mixture_logs_the_share_and_epochs_of_each_source_and_resumes_as_if_un
     assert losses(train_run(*MIXTURE, "data.num_workers=2")) == losses(straight)
 
 
-def test_every_validation_set_has_a_loss_and_a_perplexity(train_run: TrainRun, corpus_folder: Path) -> None:
+def test_every_validation_set_has_a_loss_and_a_perplexity(train_run, corpus_folder):
     names = [f"domain{n}" for n in range(3)]
     sets = {name: f"{{source: {corpus_folder}, files: '*{n}.txt'}}" for n, name in enumerate(names)}
     given = "data.validation={" + ", ".join(f"{name}: {entry}" for name, entry in sets.items()) + "}"
@@ -62,7 +60,7 @@ def test_every_validation_set_has_a_loss_and_a_perplexity(train_run: TrainRun, c
     assert len({last[f"validation/{name}/loss"] for name in names}) == 3
 
 
-def test_a_run_of_epochs_is_as_long_as_its_corpus(train_run: TrainRun, small_run: Overrides) -> None:
+def test_a_run_of_epochs_is_as_long_as_its_corpus(train_run, small_run):
     settings = ("training.max_steps=null", "training.max_epochs=2", "data.fraction=0.1")
     run = train_run(*settings)
     windows = open_corpus(depthlm.compose(small_run(*settings)).data).windows(32)
@@ -73,14 +71,14 @@ def test_a_run_of_epochs_is_as_long_as_its_corpus(train_run: TrainRun, small_run
         train(depthlm.compose(small_run(*settings, *warmup, name="b")))
 
 
-def test_the_shuffle_seed_changes_the_order_of_the_data(train_run: TrainRun) -> None:
+def test_the_shuffle_seed_changes_the_order_of_the_data(train_run):
     one, other = (
         losses(train_run(f"data.shuffle_seed={seed}", "training.max_steps=2", name=str(seed))) for seed in ("null", 2)
     )
     assert one[1:] != other[1:]
 
 
-def test_a_run_with_a_document_mask_is_loaded_with_it(train_run: TrainRun) -> None:
+def test_a_run_with_a_document_mask_is_loaded_with_it(train_run):
     shared = ("training.max_steps=5", "training.validation_tokens=null")
     run, without = train_run("data.document_mask=true", *shared), train_run(*shared, name="without")
     assert losses(run) != losses(without)
@@ -97,7 +95,7 @@ def test_a_run_with_a_document_mask_is_loaded_with_it(train_run: TrainRun) -> No
     assert abs(unmasked - masked) > 1e-5
 
 
-def test_validation_by_document_gives_each_document_no_context(train_run: TrainRun, tmp_path: Path) -> None:
+def test_validation_by_document_gives_each_document_no_context(train_run, tmp_path):
     shared = ("training.max_steps=3", "training.validation_tokens=null", "data.validation_fraction=0.2",
               f"data.path={tmp_path}/tokens")  # fmt: skip
     run = train_run("training.validation_document_tokens=4096", *shared)
@@ -116,7 +114,7 @@ def test_validation_by_document_gives_each_document_no_context(train_run: TrainR
     assert abs(rows(train_run(*shared, name="windows"))[-1]["validation/local/loss"] - measured) > 1e-5
 
 
-def test_sequences_with_many_repetitions_have_no_loss(train_run: TrainRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_with_many_repetitions_have_no_loss(train_run, monkeypatch):
     monkeypatch.setattr("depthlm.data.sampler.most_repetitions", lambda tokens: 40 if tokens[1] % 2 else 31)
     some, whole = (
         losses(train_run(f"data.max_repetitions={most}", "training.max_steps=3", name=str(most))) for most in (32, 41)

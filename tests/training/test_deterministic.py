@@ -10,7 +10,7 @@ import depthlm
 from depthlm.config import mechanisms
 from depthlm.training import trainer
 
-from .run_files import TrainRun, assert_same_run
+from .run_files import assert_same_run
 
 
 @pytest.fixture(autouse=True)
@@ -19,9 +19,7 @@ def any_algorithm_after_the_test() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def test_a_deterministic_run_gives_the_same_bits_twice_and_does_not_affect_the_next_run(
-    train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deterministic_run_gives_the_same_bits_twice_and_does_not_affect_the_next_run(train_run, monkeypatch):
     allowed, train_step = [], trainer.train_step
 
     def recorded(*arguments: Any, **settings: Any) -> torch.Tensor:
@@ -38,7 +36,7 @@ def test_a_deterministic_run_gives_the_same_bits_twice_and_does_not_affect_the_n
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", mechanisms())
-def test_every_mechanism_has_deterministic_operations(preset: str) -> None:
+def test_every_mechanism_has_deterministic_operations(preset):
     model = depthlm.build_model(depthlm.compose(["size=micro", "size.num_layers=2", f"model={preset}"]))
     tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(0))
     torch.use_deterministic_algorithms(True)

@@ -6,11 +6,11 @@ import torch
 import depthlm
 from depthlm.config import ConfigError
 
-from .run_files import TrainRun, curve, losses
+from .run_files import curve, losses
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_run_with_dropout_equals_itself_on_two_ranks_resumed_and_recomputed(train_run: TrainRun, stage: int) -> None:
+def test_a_run_with_dropout_equals_itself_on_two_ranks_resumed_and_recomputed(train_run, stage):
     given = ("backbone.dropout=0.2", f"deepspeed=zero{stage}", "training.max_steps=4")
     straight = train_run(*given, name="straight")
     resumed = train_run(*given, name="resumed", stops=(2, 4))
@@ -23,7 +23,7 @@ def test_a_run_with_dropout_equals_itself_on_two_ranks_resumed_and_recomputed(tr
     assert abs(losses(without)[0] - losses(straight)[0]) > 1e-3
 
 
-def test_dropout_is_refused_where_there_is_none() -> None:
+def test_dropout_is_refused_where_there_is_none():
     with pytest.raises(ConfigError, match=r"the attention of model=moda has none; give backbone\.dropout=0"):
         depthlm.compose(["model=moda", "backbone.dropout=0.1"])
     with pytest.raises(ConfigError, match=r"experts have none; give backbone\.mlp=swiglu or relu"):

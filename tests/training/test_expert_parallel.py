@@ -20,7 +20,7 @@ from depthlm.training.plan import make_plan
 
 from ..forks import Forks
 from ..two_ranks import TwoRanks, train_on_ranks
-from .run_files import Overrides, TrainRun, assert_same, assert_same_run, curve, manifest, weights
+from .run_files import assert_same, assert_same_run, curve, manifest, weights
 from .synthetic import synthetic_tokens
 from .test_experts import ROUTERS, STEPS, biases, records
 
@@ -60,9 +60,7 @@ def assert_close(one: Path, other: Path, precision: str = "fp32") -> None:
     ("stage", "precision", "optimizer"),
     [("zero2", "fp32", "adamw"), ("zero0", "fp32", "muon")],
 )
-def test_spread_experts_equal_those_of_one_rank_and_a_resumed_run_equals_both(
-    train_run: TrainRun, stage: str, precision: str, optimizer: str
-) -> None:
+def test_spread_experts_equal_those_of_one_rank_and_a_resumed_run_equals_both(train_run, stage, precision, optimizer):
     # three validation windows for two ranks; a sample and the norms of sublayers pass through the experts as well
     given = (f"deepspeed={stage}", f"precision={precision}", f"optimizer={optimizer}", "training.validation_tokens=80",
              "training.validate_every=3", "training.sample=depth", "training.log_blocks_every=2")  # fmt: skip
@@ -86,8 +84,8 @@ def test_spread_experts_equal_those_of_one_rank_and_a_resumed_run_equals_both(
 
 @pytest.mark.slow
 def test_a_run_whose_experts_are_spread_over_other_ranks_at_each_step_equals_one_rank(
-    four_ranks: TwoRanks, train_run: TrainRun, small_run: Overrides, tmp_path: Path
-) -> None:
+    four_ranks, train_run, small_run, tmp_path
+):
     given = (*EXPERTS, "deepspeed=zero1")
     # the ranks, and over how many of them the experts are spread, until each step
     for stop, (ranks_now, count) in enumerate(((4, 4), (4, 2), (2, 2), (2, 1), (1, 1), (2, 2)), 1):
@@ -129,7 +127,7 @@ def unequal_outputs(chosen: list[int]) -> list[str]:
     return [name for name, (one, other) in pairs.items() if torch.dist(one, other) > 1e-5 * (1 + other.norm())]
 
 
-def test_a_rank_without_tokens_takes_part(two_ranks: TwoRanks) -> None:
+def test_a_rank_without_tokens_takes_part(two_ranks):
     for chosen in ([0, 1], [3, 2], [1, 2]):
         assert two_ranks(unequal_outputs, chosen) == [[], []]
 
@@ -161,6 +159,6 @@ def step_with_a_bad_expert(overrides: list[str]) -> tuple[bool, bool]:
     return result
 
 
-def test_a_bad_gradient_of_an_expert_skips_the_update_on_all_ranks(two_ranks: TwoRanks, small_run: Overrides) -> None:
+def test_a_bad_gradient_of_an_expert_skips_the_update_on_all_ranks(two_ranks, small_run):
     overrides = small_run(*SPREAD, "training.micro_batch_size=2")
     assert two_ranks(step_with_a_bad_expert, overrides) == [(False, False)] * 2

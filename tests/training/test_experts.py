@@ -12,7 +12,7 @@ import depthlm
 from depthlm.config import ConfigError
 from depthlm.runs.records import read_metrics
 
-from .run_files import Overrides, TrainRun, assert_same, bad_batches, losses, train_three, weights
+from .run_files import assert_same, bad_batches, losses, train_three, weights
 
 STEPS = 6
 ROUTERS = ("backbone=qwen3_moe", "size.num_experts=4", "backbone.router_bias_rate=0.01", "training.log_every=1",
@@ -30,7 +30,7 @@ def biases(directory: Path) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "precision"), [("zero1", "bf16"), ("zero3", "fp32")])
-def test_two_ranks_equal_one_and_a_resumed_run_equals_both(train_run: TrainRun, stage: str, precision: str) -> None:
+def test_two_ranks_equal_one_and_a_resumed_run_equals_both(train_run, stage, precision):
     given = (*ROUTERS, f"deepspeed={stage}", f"precision={precision}")
     one, two, resumed = train_three(train_run, *given, stops=(3, STEPS))
     rows = [records(path) for path in (one, two, resumed)]
@@ -47,9 +47,7 @@ def test_two_ranks_equal_one_and_a_resumed_run_equals_both(train_run: TrainRun, 
         assert bias_e.any()
 
 
-def test_a_run_logs_the_routers_and_the_activated_parameters(
-    train_run: TrainRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_logs_the_routers_and_the_activated_parameters(train_run, capsys):
     run = train_run(*ROUTERS, "backbone.dense_layers=1", "training.max_steps=1")
     assert "activated by a token" in capsys.readouterr().out
     row = next(iter(read_metrics(run / "metrics.jsonl")))
@@ -62,7 +60,7 @@ def test_a_run_logs_the_routers_and_the_activated_parameters(
     assert len(record["entropy"]) == len(record["bias"]) == 1
 
 
-def test_a_skipped_step_does_not_change_the_biases(train_run: TrainRun) -> None:
+def test_a_skipped_step_does_not_change_the_biases(train_run):
     given = (*ROUTERS, "training.on_spike=skip", "training.spike_deviations=1e-3", "training.spike_window=4",
              "training.max_steps=12", "optimizer.lr=1e-9", "training.max_skipped=20")  # fmt: skip
     run = train_run(*given)
@@ -74,7 +72,7 @@ def test_a_skipped_step_does_not_change_the_biases(train_run: TrainRun) -> None:
     assert any(changes.values())
 
 
-def test_impossible_routers_are_refused(small_run: Overrides) -> None:
+def test_impossible_routers_are_refused(small_run):
     for overrides, message in (
         (["backbone.router_groups=3"], "backbone.router_groups=3: must divide size.num_experts=8; allowed: 1, 2, 4, 8"),
         (["backbone.router_groups=2", "backbone.router_groups_kept=3"], "router_groups_kept=3: there are only"),

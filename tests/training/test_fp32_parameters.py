@@ -18,8 +18,7 @@ from depthlm.training.plan import make_plan
 from depthlm.training.step import train_step
 
 from ..options import configuration
-from ..two_ranks import TwoRanks
-from .run_files import Overrides, TrainRun, assert_same_run, weights
+from .run_files import assert_same_run, weights
 from .run_files import losses as run_losses
 from .synthetic import losses, synthetic_tokens
 
@@ -61,9 +60,7 @@ def start(overrides: list[str], change: Callable[[nn.Module], None] = lambda _: 
     ],
 )
 @pytest.mark.usefixtures("fp16_on_the_cpu")
-def test_updates_equal_adamw_in_fp32_on_the_same_gradients(
-    small_run: Overrides, stage: str, precision: str, model: str
-) -> None:
+def test_updates_equal_adamw_in_fp32_on_the_same_gradients(small_run, stage, precision, model):
     config, plan, engine = start(
         small_run(
             f"deepspeed={stage}", f"precision={precision}", *MODELS[model], "training.gradient_clipping=0",
@@ -106,7 +103,7 @@ def test_updates_equal_adamw_in_fp32_on_the_same_gradients(
 @pytest.mark.parametrize(
     ("stage", "model"), [("zero3", "static"), *slow(("zero1", "kimi_linear"), ("zero2", "hyper_connections"))]
 )
-def test_the_forward_pass_reads_them_in_fp32_from_the_first_step(small_run: Overrides, stage: str, model: str) -> None:
+def test_the_forward_pass_reads_them_in_fp32_from_the_first_step(small_run, stage, model):
     overrides = small_run(f"deepspeed={stage}", "precision=bf16", *MODELS[model])
 
     def loss(changed: str | None) -> float:
@@ -149,7 +146,7 @@ def updated(overrides: list[str]) -> list[tuple[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize(("stage", "model"), [("zero3", "mhc"), *slow(("zero1", "kimi_linear"), ("zero2", "static"))])
-def test_all_ranks_have_the_fp32_weights(two_ranks: TwoRanks, small_run: Overrides, stage: str, model: str) -> None:
+def test_all_ranks_have_the_fp32_weights(two_ranks, small_run, stage, model):
     settings = (f"deepspeed={stage}", "precision=bf16", *MODELS[model], "training.micro_batch_size=1")
     one, other = two_ranks(updated, small_run(*settings))
     assert one
@@ -162,7 +159,7 @@ def test_all_ranks_have_the_fp32_weights(two_ranks: TwoRanks, small_run: Overrid
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "model"), [("zero2", "mhc"), ("zero3", "kimi_linear")])
-def test_runs_resume_bit_for_bit_and_on_other_ranks(train_run: TrainRun, stage: str, model: str) -> None:
+def test_runs_resume_bit_for_bit_and_on_other_ranks(train_run, stage, model):
     given = (f"deepspeed={stage}", "precision=bf16", *MODELS[model], "training.max_steps=6",
              "training.micro_batch_size=1", "training.validate_every=3")  # fmt: skip
     two = train_run(*given, ranks=2, name="two")
@@ -178,7 +175,7 @@ def test_runs_resume_bit_for_bit_and_on_other_ranks(train_run: TrainRun, stage: 
     torch.testing.assert_close(run_losses(moved), run_losses(two), rtol=3e-3, atol=0)
 
 
-def test_an_earlier_engine_under_autocast_changes_nothing(small_run: Overrides) -> None:
+def test_an_earlier_engine_under_autocast_changes_nothing(small_run):
     # as in a sweep: at ZeRO 0, bf16 means autocast, which DeepSpeed remembers in a global variable
     overrides = small_run("deepspeed=zero2", "precision=bf16", *MODELS["mhc"])
     expected = losses(overrides, 2)

@@ -8,7 +8,6 @@ import torch
 
 from depthlm.config import mechanisms
 
-from .run_files import Overrides
 from .synthetic import losses
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -18,9 +17,7 @@ QUICK = ("moda", "attention_residuals")
 @pytest.mark.parametrize(
     "preset", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in mechanisms()]
 )
-def test_the_golden_curve_which_begins_alike_at_zero_3(
-    preset: str, small_run: Overrides, request: pytest.FixtureRequest
-) -> None:
+def test_the_golden_curve_which_begins_alike_at_zero_3(preset, small_run, request):
     overrides = small_run(f"model={preset}", "size.num_layers=4")
     found = losses(overrides, 10)
     assert found[-1] < found[0] - 0.5

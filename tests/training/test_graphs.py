@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -31,8 +30,7 @@ from depthlm.training.plan import Plan, make_plan
 from depthlm.training.step import train_step
 
 from ..options import configuration
-from ..two_ranks import TwoRanks
-from .run_files import Overrides, TrainRun, assert_same, assert_same_run, curve, weights
+from .run_files import assert_same, assert_same_run, curve, weights
 from .spoiled import train_spoiled
 from .synthetic import synthetic_tokens
 
@@ -141,7 +139,7 @@ def ordinary(*overrides: str) -> Any:
     "case",
     [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK)],
 )
-def test_replays_equal_ordinary_steps(case: str) -> None:
+def test_replays_equal_ordinary_steps(case):
     overrides = CASES[case].split()
     expected, weights_after = ordinary(*overrides)
     steps, after, graphs = trained(overrides, rerun_graphs)
@@ -151,7 +149,7 @@ def test_replays_equal_ordinary_steps(case: str) -> None:
     assert_same(after, weights_after)
 
 
-def test_a_capture_that_fails_loses_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_capture_that_fails_loses_nothing(caplog):
     expected, weights_after = ordinary("model=moda")
     for fails_at in (1, 2):
         caplog.clear()
@@ -166,7 +164,7 @@ def test_a_capture_that_fails_loses_nothing(caplog: pytest.LogCaptureFixture) ->
         assert message.endswith("in capture: operation not permitted when stream is capturing")
 
 
-def test_the_line_that_waits_is_that_of_the_mechanism(recwarn: pytest.WarningsRecorder) -> None:
+def test_the_line_that_waits_is_that_of_the_mechanism(recwarn):
     with record_waits() as waits:
         # what PyTorch says, and another warning
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
@@ -177,7 +175,7 @@ def test_the_line_that_waits_is_that_of_the_mechanism(recwarn: pytest.WarningsRe
     assert [str(warning.message) for warning in recwarn] == ["something else"]
 
 
-def test_code_that_waits_is_found_before_a_capture() -> None:
+def test_code_that_waits_is_found_before_a_capture():
     def waiting(*arguments: Any) -> MicroBatchGraphs:
         graphs = rerun_graphs(*arguments)
         graphs.backend.waits += ["mechanism.py:7"]
@@ -188,7 +186,7 @@ def test_code_that_waits_is_found_before_a_capture() -> None:
     assert steps == ordinary()[0]
 
 
-def test_layers_that_draw_random_numbers_are_not_recomputed_in_a_graph(caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_that_draw_random_numbers_are_not_recomputed_in_a_graph(caplog):
     def drawing(*arguments: Any) -> MicroBatchGraphs:
         graphs = rerun_graphs(*arguments)
         graphs.engine.model.layers[0].register_forward_hook(lambda *_: torch.rand(1) and None)
@@ -199,7 +197,7 @@ def test_layers_that_draw_random_numbers_are_not_recomputed_in_a_graph(caplog: p
     assert "random numbers" in graphs.reason
 
 
-def test_weights_that_move_are_captured_again() -> None:
+def test_weights_that_move_are_captured_again():
     def moving(*arguments: Any) -> MicroBatchGraphs:
         graphs, moved = rerun_graphs(*arguments), arguments[2].model.head.weight
 
@@ -222,7 +220,7 @@ def train_with_graphs(overrides: list[str], fails_on_1: int | None) -> int:
         return train(depthlm.compose(overrides))
 
 
-def test_a_run_with_graphs_equals_one_without(small_run: Overrides, tmp_path: Path) -> None:
+def test_a_run_with_graphs_equals_one_without(small_run, tmp_path):
     """Also with sublayer norms, which are measured without a graph, and if it stops, resumes, and skips a batch."""
     settings = ("training.max_steps=9", "training.micro_batch_size=2", "training.log_blocks_every=4",
                 "training.log_every=1")  # fmt: skip
@@ -236,8 +234,8 @@ def test_a_run_with_graphs_equals_one_without(small_run: Overrides, tmp_path: Pa
 
 
 def test_two_ranks_with_graphs_equal_two_without_also_if_a_capture_fails_on_one(
-    two_ranks: TwoRanks, train_run: TrainRun, small_run: Overrides, tmp_path: Path
-) -> None:
+    two_ranks, train_run, small_run, tmp_path
+):
     settings = ("training.max_steps=4", "training.micro_batch_size=2", "deepspeed.reduce_bucket_size=20000")
     plain = train_run(*settings, ranks=2, name="plain")
     for name, fails_on_1 in (("run", None), ("failed", 2)):
@@ -246,7 +244,7 @@ def test_two_ranks_with_graphs_equal_two_without_also_if_a_capture_fails_on_one(
         assert_same(weights(tmp_path / name), weights(plain))
 
 
-def test_a_run_without_graphs_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_without_graphs_says_why(caplog):
     for overrides, device, reason in (
         (["training.cuda_graphs=auto"], "cpu", None),
         (["training.cuda_graphs=false"], "cuda", None),
@@ -266,7 +264,7 @@ def test_a_run_without_graphs_says_why(caplog: pytest.LogCaptureFixture) -> None
         assert [reason in record.message for record in caplog.records] == ([True] if reason else [])
 
 
-def test_the_host_waits_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_waits_once_per_step(monkeypatch):
     """It reads the loss and the norm together; DeepSpeed's timer, which waits before each pass, is off."""
     read: list[str] = []
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero"):

@@ -8,7 +8,7 @@ import torch
 from depthlm.evaluation.evaluate import Evaluate, evaluate
 from depthlm.runs.records import read_metrics
 
-from .run_files import TrainRun, assert_same_run, curve, weights
+from .run_files import assert_same_run, curve, weights
 
 pytest.importorskip("pytorch_optimizer")
 
@@ -35,9 +35,7 @@ def assert_close(one: Path, other: Path, optimizer: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "stage"), [("ademamix", 1), ("schedule_free", 3), ("soap", 0)])
-def test_two_ranks_equal_one_and_resume_bit_for_bit_and_a_sharded_run_on_one_rank(
-    train_run: TrainRun, optimizer: str, stage: int
-) -> None:
+def test_two_ranks_equal_one_and_resume_bit_for_bit_and_a_sharded_run_on_one_rank(train_run, optimizer, stage):
     given = settings(optimizer, stage)
     one = train_run(*settings(optimizer, 0), name="one")
     straight = train_run(*given, ranks=2, name="straight")
@@ -52,7 +50,7 @@ def test_two_ranks_equal_one_and_resume_bit_for_bit_and_a_sharded_run_on_one_ran
         assert_close(moved, one, optimizer)
 
 
-def test_averages_are_exported_and_validations_leave_no_trace(train_run: TrainRun) -> None:
+def test_averages_are_exported_and_validations_leave_no_trace(train_run):
     once, often = (
         train_run(
             *settings("schedule_free", 0, f"training.validate_every={every}", f"training.checkpoint_every={every}"),

@@ -1,7 +1,6 @@
 """The logic of the dynamic fp16 loss scale, computed on the CPU."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,9 +48,7 @@ def scaled_steps(small_run: Overrides) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("stage", ["zero1", pytest.param("zero3", marks=pytest.mark.slow)])
-def test_the_scale_halves_on_overflows_to_its_smallest_and_doubles_after_its_window(
-    scaled_steps: Callable[..., list[float]], stage: str
-) -> None:
+def test_the_scale_halves_on_overflows_to_its_smallest_and_doubles_after_its_window(scaled_steps, stage):
     settings = ["precision.initial_scale_power=8", "precision.loss_scale_window=3", f"deepspeed={stage}"]
     # hysteresis ignores the first overflow, and the first one after the scale has doubled
     scales = scaled_steps("ooggggoo", "precision.hysteresis=2", *settings)
@@ -64,9 +61,7 @@ FP16 = ("precision=fp16", "deepspeed=zero1", "precision.initial_scale_power=4", 
         "training.max_steps=12", "training.checkpoint_every=5", "training.keep_last=9")  # fmt: skip
 
 
-def test_an_overflow_is_no_bad_batch_until_the_scale_is_the_smallest(
-    small_run: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_overflow_is_no_bad_batch_until_the_scale_is_the_smallest(small_run, tmp_path, capsys):
     overrides = small_run(*FP16, "training.on_nonfinite=rewind", "precision.min_loss_scale=4", "training.max_skipped=1")
     assert train_spoiled(overrides, dict.fromkeys((3, 4, 6, 7), "gradient")) == FAILED
     # two overflows lower the scale to 4, where two bad gradients in a row end the run
@@ -81,7 +76,7 @@ def test_an_overflow_is_no_bad_batch_until_the_scale_is_the_smallest(
 
 
 @pytest.mark.parametrize("stage", ["zero1", pytest.param("zero3", marks=pytest.mark.slow)])
-def test_a_run_in_fp16_resumes_and_rewinds_bit_for_bit(small_run: Overrides, tmp_path: Path, stage: str) -> None:
+def test_a_run_in_fp16_resumes_and_rewinds_bit_for_bit(small_run, tmp_path, stage):
     overrides = [*FP16, f"deepspeed={stage}", "precision.loss_scale_window=2", "training.on_nonfinite=rewind"]
     spoiled = {3: "gradient", 8: "loss"}
     assert train_spoiled(small_run(*overrides, name="straight"), spoiled) == 0

@@ -1,7 +1,6 @@
 """Weights or states of the optimizer that become non-finite never replace the last finite checkpoint."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,8 +9,7 @@ from depthlm.errors import UserError
 from depthlm.training import FAILED, train
 from depthlm.training.nonfinite import BadBatches
 
-from ..two_ranks import TwoRanks
-from .run_files import Overrides, TrainRun, assert_same, assert_same_run, bad_batches, manifest, states, weights
+from .run_files import assert_same, assert_same_run, bad_batches, manifest, states, weights
 from .spoiled import train_spoiled
 
 SETTINGS = ("training.checkpoint_every=5", "training.keep_last=1", "training.max_steps=11")
@@ -41,9 +39,8 @@ def saved_steps(directory: Path) -> list[int]:
 
 @pytest.mark.parametrize(("kind", "damaged", "step", "noticed"), CASES)
 def test_a_state_that_is_not_finite_ends_the_run_and_the_last_finite_checkpoint_resumes_it(
-    train_run: TrainRun, small_run: Overrides, tmp_path: Path, capsys: Any, kind: str, damaged: str, step: int,
-    noticed: int,
-) -> None:  # fmt: skip
+    train_run, small_run, tmp_path, capsys, kind, damaged, step, noticed
+):
     overrides = (*SETTINGS, *kind.split())
     assert train_spoiled(small_run(*overrides), {step: damaged}) == FAILED
     output = capsys.readouterr().out
@@ -58,9 +55,7 @@ def test_a_state_that_is_not_finite_ends_the_run_and_the_last_finite_checkpoint_
 
 
 @pytest.mark.parametrize(("kind", "damaged", "step", "noticed"), REWOUND)
-def test_a_rewind_returns_to_a_finite_state(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, kind: str, damaged: str, step: int, noticed: int
-) -> None:
+def test_a_rewind_returns_to_a_finite_state(two_ranks, small_run, tmp_path, kind, damaged, step, noticed):
     overrides = (*SETTINGS, *kind.split(), "training.on_nonfinite=rewind")
     assert two_ranks(train_spoiled, small_run(*overrides), {step: damaged}, (1,)) == [0, 0]
     # the same batches are skipped as if that of this step were bad
@@ -74,33 +69,27 @@ def test_a_rewind_returns_to_a_finite_state(
     assert row["reason"].endswith("weight is not finite on rank 1")
 
 
-def test_without_a_finite_checkpoint_there_is_no_rewind(
-    small_run: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_finite_checkpoint_there_is_no_rewind(small_run, tmp_path, capsys):
     overrides = small_run(*SETTINGS, "training.on_nonfinite=rewind")
     assert train_spoiled(overrides, {3: "weight"}) == FAILED
     assert "step 4 ends the run: final_norm.weight is not finite" in capsys.readouterr().out
     assert saved_steps(tmp_path / "run") == []
 
 
-def test_the_last_step_of_a_run_is_complete_only_with_finite_weights(small_run: Overrides, tmp_path: Path) -> None:
+def test_the_last_step_of_a_run_is_complete_only_with_finite_weights(small_run, tmp_path):
     assert train_spoiled(small_run(*SETTINGS, "training.max_steps=6"), {6: "weight"}) == FAILED
     assert not (tmp_path / "run/summary.json").exists()
     assert saved_steps(tmp_path / "run") == [5]
 
 
 @pytest.mark.slow
-def test_what_pads_a_partition_of_zero_3_may_have_any_value(
-    two_ranks: TwoRanks, train_run: TrainRun, small_run: Overrides, tmp_path: Path
-) -> None:
+def test_what_pads_a_partition_of_zero_3_may_have_any_value(two_ranks, train_run, small_run, tmp_path):
     overrides = (*SETTINGS, "deepspeed=zero3", "model=mhc")
     assert two_ranks(train_spoiled, small_run(*overrides), {3: "padding"}, (1,)) == [0, 0]
     assert_same(weights(tmp_path / "run"), weights(train_run(*overrides, ranks=2, name="plain")))
 
 
-def test_a_checkpoint_that_is_not_finite_is_refused(
-    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_is_not_finite_is_refused(small_run, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         # as before such states were refused
         patch.setattr(BadBatches, "check_state", lambda _: False)

@@ -13,8 +13,7 @@ from depthlm.training.engine import build_engine
 from depthlm.training.plan import learning_rate, make_plan
 from depthlm.training.step import train_step
 
-from ..two_ranks import TwoRanks
-from .run_files import Overrides, TrainRun, assert_same_run, losses
+from .run_files import assert_same_run, losses
 from .synthetic import synthetic_tokens
 
 STEPS = 4
@@ -49,9 +48,7 @@ def all_updates(runs: list[list[str]]) -> list[tuple[list[float], dict[str, np.n
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["model=mhc", "backbone=qwen3_moe"])
-def test_muon_on_two_ranks_at_every_stage_equals_muon_on_one(
-    two_ranks: TwoRanks, small_run: Overrides, model: str
-) -> None:
+def test_muon_on_two_ranks_at_every_stage_equals_muon_on_one(two_ranks, small_run, model):
     # clipping and accumulation take effect; the widths make shards that end within a row
     given = (model, "optimizer=muon", "optimizer.lr=0.01", "training.gradient_clipping=0.5",
              "training.micro_batch_size=1", "schedule=constant")  # fmt: skip
@@ -66,9 +63,7 @@ def test_muon_on_two_ranks_at_every_stage_equals_muon_on_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (3, "bf16")])
-def test_a_run_with_muon_resumes_bit_for_bit_and_on_other_ranks(
-    train_run: TrainRun, stage: int, precision: str
-) -> None:
+def test_a_run_with_muon_resumes_bit_for_bit_and_on_other_ranks(train_run, stage, precision):
     # at ZeRO 3, DeepSpeed never sets what follows shards of odd sizes, which mhc has
     given = ("model=attention_residuals", "backbone=qwen3_moe", "optimizer=muon", f"deepspeed=zero{stage}",
              f"precision={precision}", "training.max_steps=6")  # fmt: skip

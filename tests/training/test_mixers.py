@@ -6,7 +6,7 @@ import torch
 import depthlm
 from depthlm.config import ConfigError
 
-from .run_files import Overrides, TrainRun, losses, train_three
+from .run_files import losses, train_three
 
 STEPS = 6
 KIMI = ("backbone=kimi_linear", "size.num_layers=3", "size.num_experts=4", "data.document_mask=true",
@@ -15,12 +15,12 @@ KIMI = ("backbone=kimi_linear", "size.num_layers=3", "size.num_experts=4", "data
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "model"), [("zero0", "attention_residuals"), ("zero3", "moda")])
-def test_two_ranks_equal_one_and_a_resumed_run_equals_both(train_run: TrainRun, stage: str, model: str) -> None:
+def test_two_ranks_equal_one_and_a_resumed_run_equals_both(train_run, stage, model):
     one, two, _ = train_three(train_run, *KIMI, f"deepspeed={stage}", f"model={model}", stops=(3, STEPS))
     torch.testing.assert_close(losses(one), losses(two), rtol=1e-5, atol=0)
 
 
-def test_impossible_mixers_are_refused(small_run: Overrides) -> None:
+def test_impossible_mixers_are_refused(small_run):
     for overrides, message in (
         (["backbone.mixers=[softmax]"], "must be a list of one or more of attention, latent, delta"),
 

@@ -15,16 +15,15 @@ from depthlm.runs.trackers import Trackers
 from depthlm.training import FAILED
 from depthlm.training.checkpoint import restoring
 
-from ..two_ranks import TwoRanks
-from .run_files import Overrides, TrainRun, assert_same, assert_same_run, bad_batches, curve, manifest, states, weights
+from .run_files import assert_same, assert_same_run, bad_batches, curve, manifest, states, weights
 from .spoiled import train_spoiled
 
 KEPT = ("training.max_steps=12", "training.keep_last=20")
 
 
 def test_a_bad_batch_is_skipped_listed_logged_with_its_windows_and_raises_an_alert(
-    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    small_run, tmp_path, monkeypatch, capsys
+):
     alerts: list[tuple[str, str, int]] = []
     monkeypatch.setattr(Trackers, "alert", lambda self, *alert: alerts.append(alert))
     overrides = small_run(*KEPT, "training.max_steps=7", "training.checkpoint_every=1", "training.batch_size=10")
@@ -55,9 +54,7 @@ def test_a_bad_batch_is_skipped_listed_logged_with_its_windows_and_raises_an_ale
     assert alerts[1] == ("bad batch", "skipped: its loss is not finite", 6)
 
 
-def test_stop_ends_the_run_and_skip_resumes_it(
-    small_run: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stop_ends_the_run_and_skip_resumes_it(small_run, tmp_path, capsys):
     overrides, spoiled = [*KEPT, "training.checkpoint_every=3", "training.max_steps=7"], {5: "loss"}
     stopped = small_run(*overrides, "training.on_nonfinite=stop")
     assert train_spoiled(stopped, spoiled) == FAILED
@@ -88,9 +85,7 @@ def by_hand(directory: Path, step: int) -> None:
 @pytest.mark.parametrize(
     ("stage", "precision"), [("zero0", "fp32"), pytest.param("zero3", "bf16", marks=pytest.mark.slow)]
 )
-def test_a_rewound_run_equals_one_resumed_from_the_checkpoint(
-    train_run: TrainRun, small_run: Overrides, tmp_path: Path, stage: str, precision: str
-) -> None:
+def test_a_rewound_run_equals_one_resumed_from_the_checkpoint(train_run, small_run, tmp_path, stage, precision):
     overrides = [*REWIND, f"deepspeed={stage}", f"precision={precision}", "training.micro_batch_size=2"]
     assert train_spoiled(small_run(*overrides), {8: "gradient"}) == 0
     by_hand(train_run(*overrides, "training.stop_after=5", name="hand"), 8)
@@ -114,9 +109,7 @@ def test_a_rewound_run_equals_one_resumed_from_the_checkpoint(
         ("rewind", {7: "gradient"}, {1: [1], 4: [2, 3, 4], 8: [8]}),
     ],
 )
-def test_the_mean_loss_has_only_the_updates_that_are_kept(
-    small_run: Overrides, tmp_path: Path, policy: str, spoiled: dict[int, str], kept: dict[int, list[int]]
-) -> None:
+def test_the_mean_loss_has_only_the_updates_that_are_kept(small_run, tmp_path, policy, spoiled, kept):
     given = (*REWIND, f"training.on_nonfinite={policy}", "training.max_steps=8")
     for name, every in (("each", 1), ("intervals", 4)):
         assert train_spoiled(small_run(*given, f"training.log_every={every}", name=name), spoiled) == 0
@@ -130,9 +123,7 @@ def test_the_mean_loss_has_only_the_updates_that_are_kept(
 
 
 @pytest.mark.parametrize("stage", ["zero0", pytest.param("zero1", marks=pytest.mark.slow)])
-def test_a_rewound_run_that_is_stopped_or_killed_equals_an_uninterrupted_one(
-    small_run: Overrides, tmp_path: Path, stage: str
-) -> None:
+def test_a_rewound_run_that_is_stopped_or_killed_equals_an_uninterrupted_one(small_run, tmp_path, stage):
     # before the first checkpoint; two rewinds to step 5; and at the step of a checkpoint
     spoiled = {2: "loss", 8: "gradient", 9: "loss", 15: "gradient"}
     overrides = [*REWIND, f"deepspeed={stage}", "training.max_steps=17"]
@@ -159,7 +150,7 @@ def test_a_rewound_run_that_is_stopped_or_killed_equals_an_uninterrupted_one(
     assert outcomes[1:] == [f"skipped with all steps since step {step}" for step in (5, 5, 10)]
 
 
-def test_a_rewind_waits_for_the_checkpoint_that_is_being_written(small_run: Overrides, tmp_path: Path) -> None:
+def test_a_rewind_waits_for_the_checkpoint_that_is_being_written(small_run, tmp_path):
     given = (*REWIND, "training.max_steps=7")
     assert train_spoiled(small_run(*given, name="waiting"), {6: "gradient"}) == 0
     assert train_spoiled(small_run(*given, "training.async_checkpoint=true"), {6: "gradient"}) == 0
@@ -167,9 +158,7 @@ def test_a_rewind_waits_for_the_checkpoint_that_is_being_written(small_run: Over
     assert_same(weights(tmp_path / "run"), weights(tmp_path / "waiting"))
 
 
-def test_without_its_checkpoint_a_run_skips_only_the_bad_batch(
-    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_its_checkpoint_a_run_skips_only_the_bad_batch(small_run, tmp_path, monkeypatch, capsys):
     read = restoring.read_manifest
 
     def damage(path: Path) -> dict[str, Any]:
@@ -185,9 +174,7 @@ def test_without_its_checkpoint_a_run_skips_only_the_bad_batch(
     assert "step 8 skipped without a rewind: the norm of its gradient is not finite" in output
 
 
-def test_too_many_bad_batches_in_a_row_end_the_run_whether_or_not_it_was_resumed(
-    small_run: Overrides, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_many_bad_batches_in_a_row_end_the_run_whether_or_not_it_was_resumed(small_run, capsys):
     limited = [*REWIND, "training.max_skipped=2"]
     # the good batch of step 9 is undone
     spoiled = {1: "loss", 7: "loss", 8: "gradient", 10: "loss"}
@@ -199,7 +186,7 @@ def test_too_many_bad_batches_in_a_row_end_the_run_whether_or_not_it_was_resumed
     assert "training.max_skipped=2" in output
 
 
-def test_bad_batches_count_in_a_row_until_an_update_is_kept() -> None:
+def test_bad_batches_count_in_a_row_until_an_update_is_kept():
     for progress, count in (
         (Progress(step=9, skipped=[5]), 0),
         (Progress(step=9, skipped=[3, 5, 7, 8, 9]), 3),
@@ -221,9 +208,7 @@ def test_bad_batches_count_in_a_row_until_an_update_is_kept() -> None:
         pytest.param("deepspeed=zero2 precision=bf16 training.micro_batch_size=1", "rewind", marks=pytest.mark.slow),
     ],
 )
-def test_a_bad_batch_on_one_rank_is_bad_on_both(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, kind: str, policy: str
-) -> None:
+def test_a_bad_batch_on_one_rank_is_bad_on_both(two_ranks, small_run, tmp_path, kind, policy):
     spoiled = {8: "gradient", 9: "loss", 12: "loss"}
     overrides = [*REWIND, *kind.split(), f"training.on_nonfinite={policy}", "training.max_steps=14"]
     for name, ranks in (("one", (1,)), ("both", (0, 1))):
@@ -248,8 +233,8 @@ def test_a_bad_batch_on_one_rank_is_bad_on_both(
     ],
 )
 def test_a_gradient_that_is_bad_on_one_rank_after_the_reduction_is_bad_on_both(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, kind: str, policy: str
-) -> None:
+    two_ranks, small_run, tmp_path, kind, policy
+):
     overrides = [*REWIND, *kind.split(), f"training.on_nonfinite={policy}"]
     for name, bad, ranks in (("one", "reduced", (1,)), ("both", "gradient", (0, 1))):
         assert two_ranks(train_spoiled, small_run(*overrides, name=name), {8: bad}, ranks) == [0, 0]

@@ -17,7 +17,6 @@ from depthlm.training.engine.sharding import PLAIN_LINEAR, deepspeed_settings
 from depthlm.training.plan import learning_rate, make_plan
 from depthlm.training.step import train_step
 
-from .run_files import Overrides
 from .synthetic import built, losses, synthetic_tokens
 
 # every stage, and every precision
@@ -30,7 +29,7 @@ OTHER_UPDATES = [("zero0", "fp32", 1e-6), ("zero1", "bf16", 1e-3), ("zero3_offlo
     [*QUICK_UPDATES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_UPDATES)],
 )
 @pytest.mark.usefixtures("fp16_on_the_cpu")
-def test_updates_equal_plain_pytorch(small_run: Overrides, sharding: str, precision: str, rtol: float) -> None:
+def test_updates_equal_plain_pytorch(small_run, sharding, precision, rtol):
     overrides = small_run(
         f"deepspeed={sharding}", f"precision={precision}", "schedule=constant",
         "optimizer.groups.embedding.weight_decay=0", "optimizer.groups.head.weight_decay=0.3",
@@ -69,7 +68,7 @@ def test_updates_equal_plain_pytorch(small_run: Overrides, sharding: str, precis
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=0)
 
 
-def test_an_ignored_sequence_gives_no_gradient_and_a_loss_of_0(small_run: Overrides) -> None:
+def test_an_ignored_sequence_gives_no_gradient_and_a_loss_of_0(small_run):
     config, plan, engine = built(small_run("schedule=constant"))
     (tokens,) = synthetic_tokens(config, 1)
     tokens[1] = ~tokens[1]
@@ -102,7 +101,7 @@ def spoil(engine: Any, **added: float) -> Callable[[], None]:
     ],
     ids=" ".join,
 )
-def test_a_non_finite_loss_or_gradient_never_reaches_the_weights(small_run: Overrides, kind: list[str]) -> None:
+def test_a_non_finite_loss_or_gradient_never_reaches_the_weights(small_run, kind):
     overrides = small_run(*kind, "training.micro_batch_size=2")
     config, plan, _ = built(overrides)
     batch = synthetic_tokens(config, 1).view(2, 2, -1)
@@ -146,7 +145,7 @@ def test_a_non_finite_loss_or_gradient_never_reaches_the_weights(small_run: Over
     assert engine.step_applied()
 
 
-def test_muon_equals_torchs_muon_combined_with_its_adamw(small_run: Overrides) -> None:
+def test_muon_equals_torchs_muon_combined_with_its_adamw(small_run):
     overrides = small_run("optimizer=muon", "schedule=constant", "training.gradient_clipping=0")
     config = depthlm.compose(overrides)
     model = depthlm.build_model(config)
@@ -171,7 +170,7 @@ def test_muon_equals_torchs_muon_combined_with_its_adamw(small_run: Overrides) -
     torch.testing.assert_close(losses(overrides, 4), expected, rtol=1e-5, atol=0)
 
 
-def test_the_memory_estimate_counts_the_gradients_of_bf16_at_stage_1(small_run: Overrides) -> None:
+def test_the_memory_estimate_counts_the_gradients_of_bf16_at_stage_1(small_run):
     config, _, engine = built(small_run("deepspeed=zero1", "precision=bf16"))
     count = sum(parameter.numel() for parameter in engine.model.parameters())
     in_fp32 = sum(flat.numel() * flat.element_size() for flat in engine.deepspeed.optimizer.fp32_groups_gradients_flat)
@@ -189,9 +188,7 @@ def test_the_memory_estimate_counts_the_gradients_of_bf16_at_stage_1(small_run: 
     ],
     ids=" ".join,
 )
-def test_zero_3_with_every_weight_sharded_gives_the_same_curve(
-    small_run: Overrides, monkeypatch: pytest.MonkeyPatch, kind: list[str]
-) -> None:
+def test_zero_3_with_every_weight_sharded_gives_the_same_curve(small_run, monkeypatch, kind):
     def sharded(*arguments: Any) -> dict[str, Any]:
         settings = deepspeed_settings(*arguments)
         # by default DeepSpeed keeps small weights gathered, and small models gathered for the whole step
@@ -223,7 +220,7 @@ def test_zero_3_with_every_weight_sharded_gives_the_same_curve(
     torch.testing.assert_close(curve(3), curve(0), rtol=1e-5, atol=0)
 
 
-def test_a_run_after_zero_3_uses_torchs_own_linear(small_run: Overrides) -> None:
+def test_a_run_after_zero_3_uses_torchs_own_linear(small_run):
     losses(small_run("deepspeed=zero3"), 1)
     assert torch.nn.functional.linear is not PLAIN_LINEAR
     losses(small_run(), 1)

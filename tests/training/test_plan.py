@@ -16,13 +16,13 @@ def factors(schedule: Schedule, warmup: int, steps: int) -> list[float]:
     return [lr_factor(schedule, step, warmup, steps) for step in range(steps)]
 
 
-def test_warm_up_is_linear_and_reaches_the_peak() -> None:
+def test_warm_up_is_linear_and_reaches_the_peak():
     for name in SHAPES:
         curve = factors(Schedule(name=name, min_lr_ratio=0.0), 10, 100)
         assert curve[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
 
 
-def test_each_schedule_has_the_values_of_its_closed_form() -> None:
+def test_each_schedule_has_the_values_of_its_closed_form():
     cosine = factors(Schedule(name="cosine", min_lr_ratio=0.1), 10, 110)
     assert [cosine[59], cosine[-1]] == pytest.approx([0.55, 0.1])
     inverse_sqrt = factors(Schedule(name="inverse_sqrt", min_lr_ratio=0.0), 100, 1000)
@@ -39,9 +39,7 @@ def test_each_schedule_has_the_values_of_its_closed_form() -> None:
     steps=st.integers(1, 300),
     share=st.floats(0, 0.5),
 )
-def test_every_factor_is_between_the_floor_and_the_peak_after_warm_up(
-    name: str, floor: float, decay: float, steps: int, share: float
-) -> None:
+def test_every_factor_is_between_the_floor_and_the_peak_after_warm_up(name, floor, decay, steps, share):
     warmup = max(1, math.floor(share * steps))
     curve = factors(Schedule(name=name, min_lr_ratio=floor, decay_ratio=decay), warmup, steps)
     assert all(0 < factor <= 1 or (factor == 0 and floor == 0) for factor in curve)

@@ -17,8 +17,7 @@ from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import read_manifest
 from depthlm.training import train, trainer
 
-from ..forks import Forks
-from .run_files import Overrides, TrainRun, curve
+from .run_files import curve
 
 
 @pytest.fixture
@@ -32,9 +31,7 @@ def read_only_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", disk], check=True)
 
 
-def test_an_output_directory_on_a_read_only_file_system_is_a_mistake(
-    small_run: Overrides, read_only_disk: Path, forks: Forks
-) -> None:
+def test_an_output_directory_on_a_read_only_file_system_is_a_mistake(small_run, read_only_disk, forks):
     done = forks.run(["train.py", *small_run(f"output_dir={read_only_disk}/run")])
     assert done.returncode == 2
     assert (
@@ -84,8 +81,8 @@ class ReadOnly:
 
 @pytest.mark.parametrize(("until", "code"), [(5, 0), (9, 1)])
 def test_a_file_system_that_becomes_read_only_costs_only_the_checkpoints_of_that_time(
-    trained: TrainRun, small_run: Overrides, tmp_path: Path, monkeypatch: Any, until: int, code: int
-) -> None:
+    trained, small_run, tmp_path, monkeypatch, until, code
+):
     overrides = small_run("training.max_steps=8", "training.checkpoint_every=2", "training.keep_last=9")
     run, step, calls = RunDirectory(tmp_path / "run"), trainer.train_step, []
     disk = ReadOnly(run.path)

@@ -16,8 +16,6 @@ from depthlm.training.engine import Engine, build_engine
 from depthlm.training.engine.reduction import buckets_of
 from depthlm.training.plan import make_plan
 
-from ..two_ranks import TwoRanks
-from .run_files import Overrides
 from .synthetic import synthetic_tokens
 
 DEEPSPEED_REDUCES = mock.patch("depthlm.training.engine.deepspeed.reducer_of", return_value=None)
@@ -74,9 +72,7 @@ def unequal(overrides: list[str], prepare: Callable[[nn.Module], Any] = lambda _
         (2, "model.loops=2 backbone.tie_embeddings=true training.activation_checkpointing=true"),
     ],
 )
-def test_gradients_equal_those_that_deepspeed_reduces(
-    two_ranks: TwoRanks, small_run: Overrides, accumulation: int, kind: str
-) -> None:
+def test_gradients_equal_those_that_deepspeed_reduces(two_ranks, small_run, accumulation, kind):
     overrides = small_run(*SMALL, *kind.split(), "model=dca", f"training.batch_size={2 * accumulation}")
     assert two_ranks(unequal, overrides) == [[], []]
 
@@ -96,9 +92,7 @@ def unequal_with_unused(overrides: list[str]) -> list[str]:
     return unequal(overrides, add_parameters)
 
 
-def test_a_parameter_without_a_gradient_counts_as_zero_as_in_deepspeed(
-    two_ranks: TwoRanks, small_run: Overrides
-) -> None:
+def test_a_parameter_without_a_gradient_counts_as_zero_as_in_deepspeed(two_ranks, small_run):
     assert two_ranks(unequal_with_unused, small_run(*SMALL)) == [[], []]
 
 
@@ -131,9 +125,7 @@ def events(overrides: list[str]) -> list[Any]:
     return happened
 
 
-def test_all_buckets_but_the_last_are_reduced_while_the_backward_pass_runs(
-    two_ranks: TwoRanks, small_run: Overrides
-) -> None:
+def test_all_buckets_but_the_last_are_reduced_while_the_backward_pass_runs(two_ranks, small_run):
     overrides = small_run(*SMALL)
     model = depthlm.build_model(depthlm.compose(overrides))
     *sizes, last = [sum(p.numel() for p in bucket) for bucket in buckets_of(model.parameters(), 20_000)]
@@ -143,13 +135,13 @@ def test_all_buckets_but_the_last_are_reduced_while_the_backward_pass_runs(
     assert two_ranks(events, overrides) == [2 * step, 2 * step]
 
 
-def test_a_single_rank_reduces_nothing(small_run: Overrides) -> None:
+def test_a_single_rank_reduces_nothing(small_run):
     start_distributed(ranks())
     assert unequal_with_unused(small_run(*SMALL)) == []
     assert {*events(small_run(*SMALL))} == {"first weight", "end"}
 
 
-def test_buckets_hold_the_last_parameters_first_and_no_more_than_their_size() -> None:
+def test_buckets_hold_the_last_parameters_first_and_no_more_than_their_size():
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((4,), (3,), (100,), (8,), (2, 2), (4,), (1,))]
     parameters[3].requires_grad = False
     parameters[0].data = parameters[0].data.bfloat16()

@@ -22,12 +22,12 @@ from depthlm.runs.records import read_metrics
 from depthlm.training import run, train
 from depthlm.training.monitoring import metrics
 
-from .run_files import Overrides, TrainRun, assert_same, curve, manifest, states, weights
+from .run_files import assert_same, curve, manifest, states, weights
 from .spoiled import train_spoiled
 
 
 # test_two_ranks has every stage, and test_many_ranks Muon
-def test_straight_equals_resumed_bit_for_bit(train_run: TrainRun) -> None:
+def test_straight_equals_resumed_bit_for_bit(train_run):
     overrides = ["precision=bf16", "deepspeed=zero3", "model=dca", "model.loops=2",
                  "optimizer.groups.mechanism.lr_scale=0.5", "training.max_steps=6", "training.log_every=4"]  # fmt: skip
     straight, resumed = train_run(*overrides, name="straight"), train_run(*overrides, name="resumed", stops=(3, 6))
@@ -43,8 +43,8 @@ def test_straight_equals_resumed_bit_for_bit(train_run: TrainRun) -> None:
 
 
 def test_repeating_a_complete_run_changes_nothing_and_trains_only_what_is_missing(
-    trained: TrainRun, train_run: TrainRun, small_run: Overrides, capsys: pytest.CaptureFixture[str]
-) -> None:
+    trained, train_run, small_run, capsys
+):
     run = trained("training.max_steps=2")
     before = {file: file.stat().st_mtime_ns for file in run.parent.rglob("*")}
     capsys.readouterr()
@@ -67,9 +67,7 @@ def test_repeating_a_complete_run_changes_nothing_and_trains_only_what_is_missin
     assert read_json(run / "summary.json")["validation_loss"] == summary["validation_loss"]
 
 
-def test_a_configuration_that_differs_or_cannot_be_read_is_refused_and_by_resume_never_any(
-    trained: TrainRun, small_run: Overrides
-) -> None:
+def test_a_configuration_that_differs_or_cannot_be_read_is_refused_and_by_resume_never_any(trained, small_run):
     run = trained("training.stop_after=1")
     with pytest.raises(UserError) as caught:
         train(depthlm.compose(small_run("optimizer.lr=0.5", "seed=9", "training.log_every=7")))
@@ -88,8 +86,8 @@ def test_a_configuration_that_differs_or_cannot_be_read_is_refused_and_by_resume
 
 
 def test_the_rows_of_a_killed_run_and_the_training_time_in_them_are_those_of_an_undisturbed_one(
-    train_run: TrainRun, small_run: Overrides, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    train_run, small_run, monkeypatch
+):
     overrides = ["training.max_steps=8", "training.validate_every=2", "training.checkpoint_every=4"]
     runs = []
     for name, killed in (("straight", None), ("killed", 7)):
@@ -111,7 +109,7 @@ def test_the_rows_of_a_killed_run_and_the_training_time_in_them_are_those_of_an_
     assert times[8] == read_json(straight / "summary.json")["wall_seconds"]
 
 
-def test_a_run_does_not_resume_on_other_tokens(train_run: TrainRun, small_run: Overrides, tmp_path: Path) -> None:
+def test_a_run_does_not_resume_on_other_tokens(train_run, small_run, tmp_path):
     overrides = (f"data.source={tmp_path}/source", f"data.path={tmp_path}/mine", "training.checkpoint_every=2")
     (tmp_path / "source").mkdir()
     for text in ("number", "another"):
@@ -126,8 +124,8 @@ def test_a_run_does_not_resume_on_other_tokens(train_run: TrainRun, small_run: O
 
 @pytest.mark.parametrize(("before", "refused"), [(0, (1, 3)), pytest.param(3, (0, 2), marks=pytest.mark.slow)])
 def test_resuming_at_an_incompatible_stage_is_refused_before_anything_is_built(
-    trained: TrainRun, small_run: Overrides, monkeypatch: pytest.MonkeyPatch, before: int, refused: tuple[int, ...]
-) -> None:
+    trained, small_run, monkeypatch, before, refused
+):
     run = trained(f"deepspeed=zero{before}", "training.stop_after=1")
     monkeypatch.setattr("depthlm.training.setup.build_model", lambda *_, **__: pytest.fail("something was built"))
     for now in refused:
@@ -135,9 +133,7 @@ def test_resuming_at_an_incompatible_stage_is_refused_before_anything_is_built(
             train(depthlm.compose(small_run(f"deepspeed=zero{now}")))
 
 
-def test_two_processes_cannot_train_in_one_directory(
-    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_cannot_train_in_one_directory(small_run, tmp_path, monkeypatch):
     monkeypatch.setattr("depthlm.runs.directory.LOCK_SECONDS", 0.1)
     (tmp_path / "run").mkdir()
     with (tmp_path / "run/.lock").open("w") as file:
@@ -146,9 +142,7 @@ def test_two_processes_cannot_train_in_one_directory(
             train(depthlm.compose(small_run("training.max_steps=1")))
 
 
-def test_a_run_resumes_from_what_another_process_saved_while_it_waited_for_the_lock(
-    train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_resumes_from_what_another_process_saved_while_it_waited_for_the_lock(train_run, monkeypatch):
     overrides = ("training.max_steps=4", "training.checkpoint_every=2")
     lock = run.lock_run_directory
 
@@ -164,7 +158,7 @@ def test_a_run_resumes_from_what_another_process_saved_while_it_waited_for_the_l
     assert [row[0] for row in curve(resumed)] == [1, 2, 3, 4]
 
 
-def test_a_run_directory_that_ranks_do_not_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_directory_that_ranks_do_not_share_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("depthlm.runs.directory.SHARED_SECONDS", 0.1)
     with pytest.raises(UserError, match=r"rank 3 on .* does not see what rank 0 has written there"):
         run_directory.check_shared(tmp_path / "missing", 3, "mark")
@@ -180,7 +174,7 @@ def test_a_run_directory_that_ranks_do_not_share_is_refused(tmp_path: Path, monk
     run_directory.check_shared(tmp_path / "shared", 3, marks[1])
 
 
-def test_load_returns_the_newest_weights(train_run: TrainRun, tmp_path: Path) -> None:
+def test_load_returns_the_newest_weights(train_run, tmp_path):
     run = train_run("training.max_steps=4", "training.checkpoint_every=2", "precision=bf16", "deepspeed=zero3",
                     "model=dca", "model.loops=2")  # fmt: skip
     model, config = depthlm.load(run)
@@ -199,7 +193,7 @@ def test_load_returns_the_newest_weights(train_run: TrainRun, tmp_path: Path) ->
         depthlm.load(tmp_path / "nowhere")
 
 
-def test_load_builds_no_foreign_classes(trained: TrainRun) -> None:
+def test_load_builds_no_foreign_classes(trained):
     run = trained("training.max_steps=1")
     text = (run / "config.yaml").read_text()
     for target, words in (

@@ -3,7 +3,6 @@
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,8 +14,7 @@ from depthlm.training import setup
 from depthlm.training.setup import compiles, start_process
 
 from ..options import composed
-from ..two_ranks import TwoRanks, train_on_ranks
-from .run_files import Overrides
+from ..two_ranks import train_on_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -32,15 +30,13 @@ def settings_of_the_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def test_what_stays_in_fp32_on_a_gpu_is_multiplied_as_configured() -> None:
+def test_what_stays_in_fp32_on_a_gpu_is_multiplied_as_configured():
     for tf32 in (True, False):
         start_process(depthlm.compose([f"precision.tf32={str(tf32).lower()}", "training.num_threads=1"]))
         assert torch.backends.cuda.matmul.allow_tf32 is tf32
 
 
-def test_the_gpu_allocator_does_not_fragment_unless_the_user_chose_another_setting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_gpu_allocator_does_not_fragment_unless_the_user_chose_another_setting(monkeypatch):
     config = depthlm.compose(["training.num_threads=1"])
     start_process(config)
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
@@ -50,9 +46,7 @@ def test_the_gpu_allocator_does_not_fragment_unless_the_user_chose_another_setti
     assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
-def test_sublayers_are_compiled_where_it_helps_or_where_the_user_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sublayers_are_compiled_where_it_helps_or_where_the_user_says_so(monkeypatch, caplog):
     for choice, device, stage, lack, compiled in (
         ("auto", "cuda", 2, None, True),
         ("auto", "cuda", 3, None, False),
@@ -80,9 +74,7 @@ def train_with_other_code(overrides: list[str]) -> int | str:
         return train_on_ranks(overrides)
 
 
-def test_a_rank_with_another_setting_or_other_code_is_named(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
-) -> None:
+def test_a_rank_with_another_setting_or_other_code_is_named(two_ranks, small_run, tmp_path):
     others = ["optimizer.lr=0.5", "training.checkpoint_every=3", "model=mhc"]
     for message in two_ranks(train_with_others, small_run(), others):
         assert message.startswith("the ranks would train different runs:\n  - rank 1 on ")
@@ -96,9 +88,7 @@ def test_a_rank_with_another_setting_or_other_code_is_named(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_rank_may_have_its_own_copy_of_the_token_files_but_no_others(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, corpus_folder: Path
-) -> None:
+def test_a_rank_may_have_its_own_copy_of_the_token_files_but_no_others(two_ranks, small_run, tmp_path, corpus_folder):
     text = shutil.copytree(corpus_folder, tmp_path / "text")
     overrides = small_run("training.max_steps=2", f"data.source={text}", f"data.path={tmp_path}/tokens")
     prepare(depthlm.compose(overrides).data)

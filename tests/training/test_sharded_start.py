@@ -17,8 +17,7 @@ from depthlm.training.checkpoint.init_from import copy_weights
 from depthlm.training.engine import build_engine, draw_shards
 from depthlm.training.plan import make_plan
 
-from ..two_ranks import TwoRanks
-from .run_files import Overrides, assert_same
+from .run_files import assert_same
 
 SHAPE = ("size.num_layers=6", "training.micro_batch_size=2", "deepspeed=zero3")
 
@@ -76,9 +75,7 @@ def groups_of(model: Decoder, weight_decay: float) -> list[Any]:
     return [{**group, "params": len(group["params"])} for group in optimizer_groups(model, weight_decay)]
 
 
-def test_two_ranks_hold_their_shards_and_one_whole_weight(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
-) -> None:
+def test_two_ranks_hold_their_shards_and_one_whole_weight(two_ranks, small_run, tmp_path):
     overrides = small_run(*SHAPE, "precision=bf16", "model=dca")
     config = depthlm.compose(overrides)
     gathered, source = tmp_path / "gathered.safetensors", tmp_path / "source.safetensors"

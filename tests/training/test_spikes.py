@@ -1,20 +1,16 @@
 """Spikes of the loss: which losses are some, and what happens to their batches."""
 
-from pathlib import Path
-
-import pytest
-
 from depthlm.config.schema import Training
 from depthlm.files import read_json
 from depthlm.runs.records import read_metrics
 from depthlm.training.nonfinite import spike_limit
 
-from .run_files import Overrides, TrainRun, assert_same, bad_batches, curve, manifest, weights
+from .run_files import assert_same, bad_batches, curve, manifest, weights
 from .spoiled import train_spoiled
 from .test_nonfinite import KEPT, REWIND
 
 
-def test_a_spike_needs_half_a_window_of_losses() -> None:
+def test_a_spike_needs_half_a_window_of_losses():
     training = Training(spike_window=6, spike_deviations=2.0)
     assert spike_limit(training, [4.0, 6.0], 100) == float("inf")
     assert spike_limit(training, [4.0, 5.0, 6.0], 100) == 700
@@ -25,12 +21,12 @@ def test_a_spike_needs_half_a_window_of_losses() -> None:
 SPIKES = ("training.spike_window=4", "training.checkpoint_every=5", *KEPT)
 
 
-def test_a_run_that_detects_no_spikes_does_not_count_them(train_run: TrainRun) -> None:
+def test_a_run_that_detects_no_spikes_does_not_count_them(train_run):
     run = train_run("training.max_steps=1", "training.spike_deviations=null")
     assert read_json(run / "summary.json")["spikes"] is None
 
 
-def test_a_spike_is_logged_and_kept(small_run: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_spike_is_logged_and_kept(small_run, tmp_path, capsys):
     overrides = [*SPIKES, "training.spike_deviations=20", "training.max_steps=10"]
     # the first comes before there is a mean
     assert train_spoiled(small_run(*overrides), {1: "spike", 9: "spike"}) == 0
@@ -49,9 +45,7 @@ def test_a_spike_is_logged_and_kept(small_run: Overrides, tmp_path: Path, capsys
     assert recent == [row["loss"] for row in read_metrics(tmp_path / "run/metrics.jsonl")][-4:]
 
 
-def test_spikes_count_although_a_rewind_leaves_too_few_losses_for_the_next_one(
-    small_run: Overrides, tmp_path: Path
-) -> None:
+def test_spikes_count_although_a_rewind_leaves_too_few_losses_for_the_next_one(small_run, tmp_path):
     # detected from step 5 on; the run ends with the losses of steps 1 to 3
     overrides = small_run(*REWIND, "training.spike_window=8", "training.checkpoint_every=3", "training.max_steps=6")
     assert train_spoiled(overrides, {5: "spike", 6: "loss"}) == 0
@@ -60,7 +54,7 @@ def test_spikes_count_although_a_rewind_leaves_too_few_losses_for_the_next_one(
     assert read_json(tmp_path / "run/summary.json")["spikes"] == 1
 
 
-def test_a_spike_is_skipped_whatever_the_policy_for_non_finite_values(small_run: Overrides, tmp_path: Path) -> None:
+def test_a_spike_is_skipped_whatever_the_policy_for_non_finite_values(small_run, tmp_path):
     overrides = [*SPIKES, "training.on_spike=skip", "training.spike_deviations=20", "training.max_steps=10"]
     assert train_spoiled(small_run(*overrides, "training.on_nonfinite=stop"), {8: "spike", 9: "spike"}) == 0
     assert train_spoiled(small_run(*overrides, name="bad"), {8: "gradient", 9: "loss"}) == 0
@@ -70,7 +64,7 @@ def test_a_spike_is_skipped_whatever_the_policy_for_non_finite_values(small_run:
     assert [row["outcome"] for row in bad_batches(tmp_path / "run")] == ["skipped"] * 2
 
 
-def test_a_resumed_run_takes_the_same_losses_for_spikes(train_run: TrainRun) -> None:
+def test_a_resumed_run_takes_the_same_losses_for_spikes(train_run):
     # it hardly learns, and the limit is so low that some losses exceed it
     overrides = [*SPIKES, "training.on_spike=skip", "training.spike_deviations=0.7", "training.max_steps=20",
                  "optimizer.lr=1e-6"]  # fmt: skip

@@ -20,10 +20,10 @@ from depthlm.training.engine import forget_group
 from depthlm.training.setup import build_model, free_earlier_run
 from depthlm.training.trainer import Trainer
 
-from .run_files import Overrides, TrainRun, losses
+from .run_files import losses
 
 
-def test_rows_are_logged_at_their_intervals_and_have_the_mean_loss_since_the_last_row(train_run: TrainRun) -> None:
+def test_rows_are_logged_at_their_intervals_and_have_the_mean_loss_since_the_last_row(train_run):
     given = ("training.max_steps=11", "training.checkpoint_every=7", "training.validate_every=5")
     each = losses(train_run(*given, "training.log_every=1", name="each"))
     rows = list(read_metrics(train_run(*given, "training.log_every=4") / "metrics.jsonl"))
@@ -36,7 +36,7 @@ def test_rows_are_logged_at_their_intervals_and_have_the_mean_loss_since_the_las
     assert [row["mean_loss"] for row in rows] == pytest.approx(expected, rel=1e-9)
 
 
-def test_settings_that_save_memory_do_not_change_the_curve_and_the_z_loss_does(train_run: TrainRun) -> None:
+def test_settings_that_save_memory_do_not_change_the_curve_and_the_z_loss_does(train_run):
     steps = "training.max_steps=4"
     run = train_run(steps, name="plain")
     lean = ("training.activation_checkpointing=true", "training.micro_batch_size=2")
@@ -49,7 +49,7 @@ def test_settings_that_save_memory_do_not_change_the_curve_and_the_z_loss_does(t
     assert lowered < plain
 
 
-def test_a_finished_run_frees_its_model(train_run: TrainRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_frees_its_model(train_run, monkeypatch):
     models = []
 
     def build(config: Any, device: Any) -> Decoder:
@@ -65,9 +65,7 @@ def test_a_finished_run_frees_its_model(train_run: TrainRun, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_run_leaves_no_process_group_and_no_variables_of_a_launcher(
-    small_run: Overrides, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
+def test_a_run_leaves_no_process_group_and_no_variables_of_a_launcher(small_run, monkeypatch, fails):
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
         forget_group()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .run_files import TrainRun, assert_same_run, curve, losses, states, weights
+from .run_files import assert_same_run, curve, losses, states, weights
 
 STEPS = 6
 
@@ -35,8 +35,8 @@ def assert_close(one: Path, other: Path, precision: str) -> None:
     ],
 )  # fmt: skip
 def test_two_ranks_equal_one_that_accumulates_two_batches_and_resume_bit_for_bit(
-    train_run: TrainRun, stage: str, precision: str, stage_of_one: str
-) -> None:
+    train_run, stage, precision, stage_of_one
+):
     given = (f"training.max_steps={STEPS}", "training.micro_batch_size=2", "training.checkpoint_every=100",
              f"precision={precision}")  # fmt: skip
     one = train_run(*given, f"deepspeed={stage_of_one}", name="one")

@@ -10,8 +10,6 @@ from depthlm.model.connection import Connection, State
 from depthlm.runs.records import read_metrics
 from depthlm.training.validation import diagnose
 
-from .run_files import TrainRun
-
 SHAPE = ["size=micro", "data.tokenizer=bytes"]
 OF_STREAMS = {"res_from_identity", "res_from_uniform", "gain", "embedding_share"}
 
@@ -23,7 +21,7 @@ OF_STREAMS = {"res_from_identity", "res_from_uniform", "gain", "embedding_share"
         ("hyper_connections", ["model=hyper_connections", "model.connection.collapse=learned"]),
     ],
 )
-def test_the_diagnostics_of_streams(name: str, overrides: list[str]) -> None:
+def test_the_diagnostics_of_streams(name, overrides):
     model = depthlm.build_model(depthlm.compose([*SHAPE, *overrides]))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -58,9 +56,7 @@ def test_the_diagnostics_of_streams(name: str, overrides: list[str]) -> None:
     }
 
 
-def test_a_mechanism_has_the_diagnostics_that_can_vary_and_none_needs_no_forward_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_mechanism_has_the_diagnostics_that_can_vary_and_none_needs_no_forward_pass(monkeypatch):
     model = depthlm.build_model(depthlm.compose([*SHAPE, "model=mhc_hunyuan_v4"]))
     found = diagnose(model, torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0)))
     assert found.keys() == {"mhc_gain", "mhc_embedding_share"}
@@ -71,7 +67,7 @@ def test_a_mechanism_has_the_diagnostics_that_can_vary_and_none_needs_no_forward
     assert diagnose(model, torch.zeros(1, 4, dtype=torch.long)) == {}
 
 
-def test_every_validation_logs_diagnostics(train_run: TrainRun) -> None:
+def test_every_validation_logs_diagnostics(train_run):
     run = train_run("model=mhc", "training.max_steps=2", "training.validate_every=1")
     rows = list(read_metrics(run / "metrics.jsonl"))
     assert len(rows) == 2

@@ -9,7 +9,6 @@ from depthlm.runs.checkpoints import read_manifest
 from depthlm.training import train
 
 from ...crashes import Recorder
-from ...two_ranks import TwoRanks
 from ..run_files import Overrides, assert_same, checkpoint, weights
 from .crash_states import SMALL, failures, train_recorded
 
@@ -25,9 +24,7 @@ def overrides(small_run: Overrides, tmp_path: Path) -> Overrides:
 
 
 @pytest.mark.slow
-def test_a_crash_loses_nothing_that_was_saved_and_the_run_resumes_as_if_undisturbed(
-    overrides: Overrides, tmp_path: Path
-) -> None:
+def test_a_crash_loses_nothing_that_was_saved_and_the_run_resumes_as_if_undisturbed(overrides, tmp_path):
     root, given, resumed = tmp_path / "root", overrides(), []
     assert train_recorded([*given, "training.stop_after=3"], root) == 0
     assert train_recorded(given, root) == 0
@@ -49,8 +46,8 @@ def test_a_crash_loses_nothing_that_was_saved_and_the_run_resumes_as_if_undistur
 @pytest.mark.release
 @pytest.mark.parametrize("stage", ["zero0", "zero1"])
 def test_a_crash_while_a_checkpoint_is_saved_asynchronously_loses_nothing_on_one_rank_and_on_two(
-    two_ranks: TwoRanks, overrides: Overrides, tmp_path: Path, stage: str
-) -> None:
+    two_ranks, overrides, tmp_path, stage
+):
     root, given = tmp_path / "root", overrides("training.async_checkpoint=true", f"deepspeed={stage}")
     for stop in ("3", "null"):
         settings = [*given, f"training.stop_after={stop}"]
@@ -75,7 +72,7 @@ def test_a_crash_while_a_checkpoint_is_saved_asynchronously_loses_nothing_on_one
         ),
     ],
 )  # fmt: skip
-def test_a_missing_fsync_is_noticed(overrides: Overrides, tmp_path: Path, unsynced: str) -> None:
+def test_a_missing_fsync_is_noticed(overrides, tmp_path, unsynced):
     root = tmp_path / "root"
     assert train_recorded([*overrides(), "training.stop_after=2"], root, unsynced) == 0
     assert failures(root, tmp_path)[1]
@@ -91,9 +88,7 @@ def fork(small_run: Overrides, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_crash_of_a_fork_loses_nothing_that_was_saved_and_leaves_its_source_valid(
-    fork: list[str], tmp_path: Path
-) -> None:
+def test_a_crash_of_a_fork_loses_nothing_that_was_saved_and_leaves_its_source_valid(fork, tmp_path):
     root, resumed = tmp_path / "root", []
     assert train_recorded(fork, root) == 0
     undisturbed = root.rename(tmp_path / "undisturbed")
@@ -115,7 +110,7 @@ def test_a_crash_of_a_fork_loses_nothing_that_was_saved_and_leaves_its_source_va
 
 
 @pytest.mark.release
-def test_a_missing_fsync_of_a_fork_is_noticed(fork: list[str], tmp_path: Path) -> None:
+def test_a_missing_fsync_of_a_fork_is_noticed(fork, tmp_path):
     root = tmp_path / "root"
     assert train_recorded([*fork, "training.stop_after=3"], root, "*/run/checkpoints") == 0
     assert failures(root, tmp_path, start=START)[1]

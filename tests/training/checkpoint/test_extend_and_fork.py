@@ -13,7 +13,7 @@ from depthlm.files import read_json
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
 
-from ..run_files import Overrides, TrainRun, assert_same_run, curve, losses, weights
+from ..run_files import assert_same_run, curve, losses, weights
 from ..spoiled import train_spoiled
 
 
@@ -27,9 +27,7 @@ from ..spoiled import train_spoiled
         pytest.param("fp32", [(1, 3), (2, 3), (1, 3)], marks=pytest.mark.slow),
     ],
 )
-def test_a_run_resumes_on_another_number_of_ranks_and_as_zero_1_or_2(
-    train_run: TrainRun, precision: str, segments: list[tuple[int, int]]
-) -> None:
+def test_a_run_resumes_on_another_number_of_ranks_and_as_zero_1_or_2(train_run, precision, segments):
     given = (f"precision={precision}", f"training.max_steps={3 * len(segments)}", "optimizer.weight_decay=1.0")
     (ranks, stage), *_ = segments
     undisturbed = train_run(*given, f"deepspeed=zero{stage}", ranks=ranks, name="undisturbed")
@@ -47,9 +45,7 @@ def test_a_run_resumes_on_another_number_of_ranks_and_as_zero_1_or_2(
     assert not list((moved / "checkpoints").glob(".*"))
 
 
-def test_a_complete_run_is_extended_on_request(
-    train_run: TrainRun, small_run: Overrides, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_complete_run_is_extended_on_request(train_run, small_run, capsys):
     constant = ("schedule=constant", "schedule.warmup_ratio=0")
     run = train_run(*constant, "training.max_steps=2")
     longer = (*constant, "training.max_steps=4")
@@ -69,9 +65,7 @@ def test_a_complete_run_is_extended_on_request(
             train(depthlm.compose(small_run(*longer, other, "resume=extend")))
 
 
-def test_a_fork_continues_from_the_state_with_other_settings(
-    train_run: TrainRun, small_run: Overrides, tmp_path: Path
-) -> None:
+def test_a_fork_continues_from_the_state_with_other_settings(train_run, small_run, tmp_path):
     shared = ("training.max_steps=8", "training.checkpoint_every=2", "training.keep_last=9")
     source = train_run(*shared, name="source")
     before = {file: file.read_bytes() for file in source.rglob("*") if file.is_file()}
@@ -94,8 +88,8 @@ def test_a_fork_continues_from_the_state_with_other_settings(
 
 
 def test_a_fork_that_cannot_use_the_state_or_has_no_valid_checkpoint_is_refused_before_the_model_is_built(
-    trained: TrainRun, small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    trained, small_run, tmp_path, monkeypatch
+):
     source = trained("training.max_steps=1", name="source")
     fork = f"fork_from={source}"
     monkeypatch.setattr("depthlm.training.setup.build_model", lambda *_, **__: pytest.fail("something was built"))
@@ -118,9 +112,7 @@ def test_a_fork_that_cannot_use_the_state_or_has_no_valid_checkpoint_is_refused_
         train(depthlm.compose(small_run(fork, name="next")))
 
 
-def test_a_complete_run_without_its_checkpoints_warns_and_retrains_on_request(
-    train_run: TrainRun, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_complete_run_without_its_checkpoints_warns_and_retrains_on_request(train_run, capfd):
     overrides = ("training.max_steps=4", "training.checkpoint_every=2")
     run = train_run(*overrides)
     before = read_json(run / "summary.json")["validation_loss"]
@@ -150,9 +142,7 @@ def kept(run: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in run.glob("[!.]*.*") if file.name != "failure.json"}
 
 
-def test_a_run_whose_checkpoints_are_gone_is_trained_again_only_on_request(
-    train_run: TrainRun, small_run: Overrides
-) -> None:
+def test_a_run_whose_checkpoints_are_gone_is_trained_again_only_on_request(train_run, small_run):
     overrides = small_run("training.max_steps=5")
     run = train_run("training.max_steps=5", "training.stop_after=3")
     shutil.rmtree(run / "checkpoints")

@@ -88,8 +88,8 @@ def with_setting(model: dict[str, Any], part: str, setting: str) -> dict[str, An
 
 @pytest.mark.parametrize("model", presets())
 def test_a_mechanism_takes_vanillas_weights_and_its_own_and_says_how_it_starts_as_vanilla(
-    started: Any, vanilla: Decoder, model: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+    started, vanilla, model, caplog
+):
     if "shared_kv" in model["attention"]["_target_"]:
         with pytest.raises(depthlm.errors.UserError, match="no such parameter"):
             started(model)
@@ -128,9 +128,7 @@ CASES = [pytest.param(p, name, settings, id=f"{name} {settings}") for p, name, s
 
 
 @pytest.mark.parametrize(("part", "name", "settings"), CASES)
-def test_gates_are_learned_from_the_first_step_and_then_what_is_behind_them(
-    started: Any, vanilla: Decoder, part: str, name: str, settings: dict[str, Any]
-) -> None:
+def test_gates_are_learned_from_the_first_step_and_then_what_is_behind_them(started, vanilla, part, name, settings):
     model = parts(**{part: option(f"model/{part}", name) | settings | IDENTITY})
     decoder = started(model)
     torch.testing.assert_close(decoder(TOKENS), vanilla(TOKENS), rtol=0, atol=1e-12)
@@ -165,9 +163,7 @@ def gradients(decoder: Decoder) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("part", "name", "settings"), [CASES[0], CASES[-1]])
-def test_open_gates_work_with_loops_a_cache_documents_and_recomputation(
-    started: Any, part: str, name: str, settings: dict[str, Any]
-) -> None:
+def test_open_gates_work_with_loops_a_cache_documents_and_recomputation(started, part, name, settings):
     decoder = started(parts(**{part: option(f"model/{part}", name) | settings | IDENTITY}), loops=2)
     opened = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -189,7 +185,7 @@ def test_open_gates_work_with_loops_a_cache_documents_and_recomputation(
         torch.testing.assert_close(gradient, plain[key], rtol=1e-9, atol=1e-9)
 
 
-def test_a_start_that_cannot_be_vanillas_is_refused(base: Config) -> None:
+def test_a_start_that_cannot_be_vanillas_is_refused(base):
     for part, name, settings, message in (
         ("attention", "value_residual", {"weights": "fixed"}, "needs weights=learned"),
         ("connection", "mhc", {"num_streams": 1}, "1 / num_streams - pre_eps"),

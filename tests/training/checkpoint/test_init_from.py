@@ -13,7 +13,7 @@ from depthlm.model import Decoder
 from depthlm.training import train
 from depthlm.training.checkpoint.init_from import copy_weights
 
-from ..run_files import Overrides, TrainRun, losses, weights
+from ..run_files import TrainRun, losses, weights
 
 
 @pytest.fixture
@@ -27,9 +27,7 @@ def logits(model: Decoder) -> torch.Tensor:
         return model(torch.arange(64).view(2, 32))
 
 
-def test_dca_initialized_from_a_vanilla_run_continues_its_loss(
-    train_run: TrainRun, small_run: Overrides, vanilla: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dca_initialized_from_a_vanilla_run_continues_its_loss(train_run, small_run, vanilla, capsys):
     given = ("model=dca", f"init_from={vanilla}", "training.max_steps=8")
     model = depthlm.build_model(depthlm.compose(small_run(*given)))
     copy_weights(weights(vanilla), model)
@@ -45,9 +43,7 @@ def test_dca_initialized_from_a_vanilla_run_continues_its_loss(
     assert curve[-1] < curve[0]
 
 
-def test_weights_are_imported_once_and_resuming_needs_no_source(
-    train_run: TrainRun, small_run: Overrides, vanilla: Path
-) -> None:
+def test_weights_are_imported_once_and_resuming_needs_no_source(train_run, small_run, vanilla):
     given = (f"init_from={vanilla}", "training.max_steps=8")
     straight = train_run(*given, name="straight")
     train_run(*given, "training.stop_after=4")
@@ -57,9 +53,7 @@ def test_weights_are_imported_once_and_resuming_needs_no_source(
         train(depthlm.compose(small_run("training.max_steps=8")))
 
 
-def test_weights_that_do_not_fit_are_listed_with_their_shapes_before_training(
-    trained: TrainRun, small_run: Overrides, tmp_path: Path
-) -> None:
+def test_weights_that_do_not_fit_are_listed_with_their_shapes_before_training(trained, small_run, tmp_path):
     dca = trained("model=dca", "training.max_steps=1", name="dca")
     with pytest.raises(UserError) as caught:
         train(depthlm.compose(small_run(f"init_from={dca}", "size.intermediate_size=96", name="wrong")))
@@ -71,7 +65,7 @@ def test_weights_that_do_not_fit_are_listed_with_their_shapes_before_training(
     assert not (tmp_path / "wrong/checkpoints").exists()
 
 
-def test_a_run_without_a_valid_checkpoint_is_refused(small_run: Overrides, vanilla: Path) -> None:
+def test_a_run_without_a_valid_checkpoint_is_refused(small_run, vanilla):
     with pytest.raises(UserError, match=r"init_from=.*nowhere: no checkpoint in it"):
         depthlm.compose(small_run("init_from=/nowhere"))
     config = depthlm.compose(small_run(f"init_from={vanilla}"))
@@ -91,9 +85,7 @@ def texts(folder: Path, line: str) -> list[str]:
     return [*SHARED, f"data.source={folder}", "data.tokenizer=bpe", "data.validation_fraction=0.3"]
 
 
-def test_a_tokenizer_trained_again_on_other_text_is_refused(
-    train_run: TrainRun, small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_trained_again_on_other_text_is_refused(train_run, small_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first = texts(tmp_path / "first", "the cat and the hat sat on the mat\n")
     other = texts(tmp_path / "other", "def function(argument): return argument\n")

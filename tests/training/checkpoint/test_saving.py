@@ -19,8 +19,8 @@ from depthlm.training import train
 from depthlm.training.checkpoint import saving
 from depthlm.training.checkpoint.saving import Saver, Snapshot, pin
 
-from ...two_ranks import TwoRanks, train_on_ranks
-from ..run_files import Overrides, TrainRun, assert_same, curve, states, weights
+from ...two_ranks import train_on_ranks
+from ..run_files import assert_same, curve, states, weights
 
 
 def saved_steps(directory: Path) -> list[int]:
@@ -55,8 +55,8 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_failed_write_leaves_earlier_checkpoints_intact_and_the_run_alive(
-    trained: TrainRun, train_run: TrainRun, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
-) -> None:
+    trained, train_run, monkeypatch, asynchronous
+):
     undisturbed = trained("training.max_steps=10", name="undisturbed")
     fail_at(monkeypatch, 4, 6)
     if asynchronous:
@@ -82,9 +82,7 @@ def _then_wait(start: Callable[..., Any]) -> Callable[..., Any]:
     return waiting
 
 
-def test_without_disk_space_nothing_is_written(
-    trained: TrainRun, train_run: TrainRun, small_run: Overrides, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_disk_space_nothing_is_written(trained, train_run, small_run, monkeypatch):
     overrides = ("training.max_steps=10", "training.checkpoint_every=3")
     run = train_run(*overrides, "training.stop_after=6")
     with monkeypatch.context() as patch:
@@ -98,7 +96,7 @@ def test_without_disk_space_nothing_is_written(
     assert curve(train_run(*overrides)) == curve(trained("training.max_steps=10", name="undisturbed"))
 
 
-def test_the_space_required_is_the_size_written(train_run: TrainRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_space_required_is_the_size_written(train_run, monkeypatch):
     required: list[int] = []
     make_room = saving._make_room
     monkeypatch.setattr(
@@ -118,9 +116,7 @@ def train_with_a_failing_second_rank(overrides: list[str]) -> int | str:
         return train_on_ranks(overrides)
 
 
-def test_if_one_rank_cannot_write_no_checkpoint_is_saved(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
-) -> None:
+def test_if_one_rank_cannot_write_no_checkpoint_is_saved(two_ranks, small_run, tmp_path):
     overrides = small_run(
         "deepspeed=zero1", "training.max_steps=6", "training.checkpoint_every=2", "training.keep_last=9"
     )
@@ -129,9 +125,7 @@ def test_if_one_rank_cannot_write_no_checkpoint_is_saved(
 
 
 @pytest.mark.parametrize("kind", ["deepspeed=zero0", pytest.param("deepspeed=zero3", marks=pytest.mark.slow)])
-def test_an_asynchronous_checkpoint_equals_a_synchronous_one(
-    train_run: TrainRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_an_asynchronous_checkpoint_equals_a_synchronous_one(train_run, tmp_path, monkeypatch, kind):
     overrides = (kind, "training.max_steps=12", "training.checkpoint_every=5", "training.keep_last=9")
     at_once = train_run(*overrides, name="at-once")
     reached, write = threading.Event(), saving._write_state
@@ -169,18 +163,14 @@ def train_by_the_clock_of_the_second_rank(overrides: list[str]) -> int | str:
         return train_on_ranks(overrides)
 
 
-def test_all_ranks_save_when_a_checkpoint_is_due_on_one(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
-) -> None:
+def test_all_ranks_save_when_a_checkpoint_is_due_on_one(two_ranks, small_run, tmp_path):
     overrides = small_run("training.max_steps=8", "training.checkpoint_every=100", "training.keep_last=9",
                           "training.checkpoint_minutes=1")  # fmt: skip
     assert two_ranks(train_by_the_clock_of_the_second_rank, overrides) == [0, 0]
     assert saved_steps(tmp_path / "run") == [3, 6, 8]
 
 
-def test_a_checkpoint_is_due_checkpoint_minutes_after_the_last(
-    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_due_checkpoint_minutes_after_the_last(small_run, tmp_path, monkeypatch):
     now = {"seconds": 0.0}
     monkeypatch.setattr(saving.time, "monotonic", lambda: now["seconds"])
     config = depthlm.compose(small_run("training.checkpoint_minutes=2"))
@@ -199,7 +189,7 @@ def test_a_checkpoint_is_due_checkpoint_minutes_after_the_last(
     assert not unlimited.due()
 
 
-def test_files_of_an_interrupted_save_are_removed_before_the_next_and_when_a_run_resumes(train_run: TrainRun) -> None:
+def test_files_of_an_interrupted_save_are_removed_before_the_next_and_when_a_run_resumes(train_run):
     run = RunDirectory(train_run("training.max_steps=6", "training.stop_after=2"))
     # also by a run that has nothing left to save
     for stop in (4, 4):
@@ -208,7 +198,7 @@ def test_files_of_an_interrupted_save_are_removed_before_the_next_and_when_a_run
         assert run.leftovers() == []
 
 
-def test_pinned_memory_has_the_size_of_its_tensor_and_is_released_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_has_the_size_of_its_tensor_and_is_released_with_it(monkeypatch):
     locked: dict[int, int] = {}
 
     def register(address: int, size: int, flags: int) -> int:
@@ -227,7 +217,7 @@ def test_pinned_memory_has_the_size_of_its_tensor_and_is_released_with_it(monkey
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_snapshot_of_a_gpu_is_in_pinned_memory() -> None:
+def test_a_snapshot_of_a_gpu_is_in_pinned_memory():
     weights = torch.randn(3, 1000, device="cuda")
     copy = Snapshot().copy("state", {"weights": weights})["weights"]
     assert copy.is_pinned()

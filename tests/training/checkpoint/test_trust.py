@@ -17,7 +17,7 @@ from depthlm.runs.checkpoints import read_manifest
 from depthlm.runs.manifest import CheckpointError, seal
 from depthlm.training import train
 
-from ..run_files import Overrides, TrainRun
+from ..run_files import TrainRun
 
 
 class Intruder:
@@ -49,9 +49,7 @@ def vouch(run: Path) -> None:
         (path / "manifest.json").write_text(json.dumps(seal(manifest)))
 
 
-def test_resuming_and_forking_unpickle_only_files_listed_in_a_manifest(
-    run: Path, small_run: Overrides, tmp_path: Path
-) -> None:
+def test_resuming_and_forking_unpickle_only_files_listed_in_a_manifest(run, small_run, tmp_path):
     (run / "summary.json").unlink()
     same = ("deepspeed=zero1", "training.max_steps=4", "training.checkpoint_every=2")
     for overrides in (small_run(*same), small_run(*same, f"fork_from={run}", name="fork")):
@@ -64,16 +62,14 @@ def test_resuming_and_forking_unpickle_only_files_listed_in_a_manifest(
     assert (tmp_path / "trace").exists()
 
 
-def test_loading_and_init_from_never_unpickle(run: Path, train_run: TrainRun, tmp_path: Path) -> None:
+def test_loading_and_init_from_never_unpickle(run, train_run, tmp_path):
     vouch(run)
     depthlm.load(run)
     train_run("training.max_steps=1", f"init_from={run}", name="next")
     assert not (tmp_path / "trace").exists()
 
 
-def test_a_configuration_is_read_as_data_and_its_interpolations_are_text(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configuration_is_read_as_data_and_its_interpolations_are_text(run, tmp_path, monkeypatch):
     vouch(run)
     monkeypatch.setenv("SECRET", "known only to the user")
     text = (run / "config.yaml").read_text()
@@ -91,7 +87,7 @@ def test_a_configuration_is_read_as_data_and_its_interpolations_are_text(
     assert not (tmp_path / "trace").exists()
 
 
-def test_a_changed_configuration_is_validated_and_compared_with_that_of_each_checkpoint(run: Path) -> None:
+def test_a_changed_configuration_is_validated_and_compared_with_that_of_each_checkpoint(run):
     vouch(run)
     file = run / "config.yaml"
     text = file.read_text()
@@ -105,7 +101,7 @@ def test_a_changed_configuration_is_validated_and_compared_with_that_of_each_che
         depthlm.load(run)
 
 
-def test_files_outside_of_a_checkpoint_are_refused(run: Path, tmp_path: Path) -> None:
+def test_files_outside_of_a_checkpoint_are_refused(run, tmp_path):
     vouch(run)
     for name in ("model.safetensors", "deepspeed"):
         part = run / "checkpoints/step-00000004" / name
@@ -118,7 +114,7 @@ def test_files_outside_of_a_checkpoint_are_refused(run: Path, tmp_path: Path) ->
         assert read_manifest(part.parent).step == 4
 
 
-def test_links_into_the_blobs_of_a_cache_are_followed(run: Path, tmp_path: Path) -> None:
+def test_links_into_the_blobs_of_a_cache_are_followed(run, tmp_path):
     vouch(run)
     blobs, snapshot = tmp_path / "hub/blobs", tmp_path / "hub/snapshots/revision"
     shutil.copytree(run, snapshot)

@@ -18,7 +18,7 @@ ROW = {"step": 20, "loss": 9.0, "mean_loss": 3.25, "learning_rate": 1e-3, "grad_
        "mfu": None, "data_seconds": 0.5}  # fmt: skip
 
 
-def test_a_line_has_the_means_of_its_interval() -> None:
+def test_a_line_has_the_means_of_its_interval():
     for changed, text in (
         ({}, "step 20/100  mean loss 3.2500  lr 1.00e-03  grad norm 1.5  2.048K tokens/s  10% waiting for data  "
              "40 s left"),
@@ -40,7 +40,7 @@ LONG_ROW = ROW | {
 }  # fmt: skip
 
 
-def test_no_log_line_of_a_run_wraps_at_120_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_log_line_of_a_run_wraps_at_120_columns(monkeypatch):
     screen = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
     monkeypatch.setattr(display, "console", screen)
     display.start_logging(0)
@@ -75,7 +75,7 @@ def drawn(width: int, *, mfu: float | None = 0.412, memory: float | None = 1.5, 
     return next((frame.rstrip() for frame in reversed(frames) if frame.strip()), "")
 
 
-def test_a_line_shows_the_most_important_numbers_that_are_known_and_fit() -> None:
+def test_a_line_shows_the_most_important_numbers_that_are_known_and_fit():
     line = drawn(200)
     for part in ("step 6/100", "━", "smoothed loss 3.0000", "1.2M tokens", "250 ms/step", "2.048K tokens/s",
                  "mfu 41.2%", "1.50 GiB", "  0 s  ", "left"):  # fmt: skip
@@ -89,7 +89,7 @@ def test_a_line_shows_the_most_important_numbers_that_are_known_and_fit() -> Non
         assert len(drawn(width)) < width
 
 
-def test_a_smooth_mean_weights_the_newest_values_and_has_no_bias() -> None:
+def test_a_smooth_mean_weights_the_newest_values_and_has_no_bias():
     values, decay, mean = [3.0, -7.5, 40.0, 0.25], 0.9, SmoothMean(0.9)
     assert mean.value is None
     for value in values:
@@ -99,7 +99,7 @@ def test_a_smooth_mean_weights_the_newest_values_and_has_no_bias() -> None:
     assert mean.value == pytest.approx(expected, abs=1e-9)
 
 
-def test_a_loss_that_is_not_finite_does_not_spoil_the_mean() -> None:
+def test_a_loss_that_is_not_finite_does_not_spoil_the_mean():
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
     with Bar(0, 3, 0, 512, on=console) as bar:
         for step, loss in enumerate((2.0, None, 2.0), 1):

@@ -17,7 +17,7 @@ from depthlm.training.monitoring.meters import SublayerNormMeter
 from depthlm.training.plan import make_plan
 from depthlm.training.step import train_step
 
-from ..run_files import Overrides, TrainRun, curve
+from ..run_files import curve
 from ..spoiled import train_spoiled
 from ..synthetic import synthetic_tokens
 
@@ -58,7 +58,7 @@ def expected_row(overrides: list[str]) -> dict[str, list[float]]:
     ],
 )
 @pytest.mark.usefixtures("fp16_on_the_cpu")
-def test_norms_equal_plain_pytorch(small_run: Overrides, settings: list[str], tolerance: float) -> None:
+def test_norms_equal_plain_pytorch(small_run, settings, tolerance):
     torch.set_num_threads(1)
     overrides = small_run(DEEP, *settings)
     config = depthlm.compose(overrides)
@@ -81,7 +81,7 @@ def test_norms_equal_plain_pytorch(small_run: Overrides, settings: list[str], to
         torch.testing.assert_close(actual[name], values, rtol=tolerance, atol=0)
 
 
-def test_measuring_does_not_change_the_curve_and_resuming_truncates_rows(train_run: TrainRun) -> None:
+def test_measuring_does_not_change_the_curve_and_resuming_truncates_rows(train_run):
     settings = ["model=attention_residuals", "training.max_steps=6", "training.checkpoint_every=4"]
     without = train_run(*settings, name="without")
     assert not (without / "blocks.jsonl").exists()
@@ -98,7 +98,7 @@ def test_measuring_does_not_change_the_curve_and_resuming_truncates_rows(train_r
     assert curve(run) == curve(without)
 
 
-def test_a_skipped_batch_has_no_gradient_norms(small_run: Overrides, tmp_path: Path) -> None:
+def test_a_skipped_batch_has_no_gradient_norms(small_run, tmp_path):
     overrides = small_run("training.max_steps=3", "training.log_blocks_every=1")
     assert train_spoiled(overrides, {2: "loss"}) == 0
     logged = rows(tmp_path / "run")
@@ -107,7 +107,7 @@ def test_a_skipped_batch_has_no_gradient_norms(small_run: Overrides, tmp_path: P
     assert all(math.isfinite(value) for value in logged[1]["mlp_output"] + logged[2]["mlp_gradient"])
 
 
-def test_two_ranks_measure_the_same_as_one(train_run: TrainRun) -> None:
+def test_two_ranks_measure_the_same_as_one(train_run):
     settings = ["training.max_steps=2", "training.log_blocks_every=2", "training.micro_batch_size=1"]
     one, two = (rows(train_run(*settings, ranks=count, name=str(count))) for count in (1, 2))
     for of_one, of_two in zip(one, two, strict=True):

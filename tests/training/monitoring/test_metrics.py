@@ -2,13 +2,12 @@
 
 import json
 import resource
-from pathlib import Path
 
 from depthlm.runs.records import ValidationLosses, read_metrics
 from depthlm.training.monitoring.metrics import MetricsFile
 
 
-def test_rows_are_appended_amended_and_truncated(tmp_path: Path) -> None:
+def test_rows_are_appended_amended_and_truncated(tmp_path):
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path, 0)
     metrics.write({"step": 1, "loss": 2.0})
@@ -24,7 +23,7 @@ def test_rows_are_appended_amended_and_truncated(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
 
 
-def test_an_invalid_end_of_a_file_is_removed(tmp_path: Path) -> None:
+def test_an_invalid_end_of_a_file_is_removed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     rows = "".join(json.dumps({"step": step}) + "\n" for step in range(1, 5))
     for torn in ("", '{"step": 5, "lo', '{"step": 5}', "\x00\x00\x00\n", "\n"):
@@ -37,7 +36,7 @@ def test_an_invalid_end_of_a_file_is_removed(tmp_path: Path) -> None:
         assert path.read_text() == ""
 
 
-def test_rows_that_cannot_be_written_are_kept_in_memory(tmp_path: Path) -> None:
+def test_rows_that_cannot_be_written_are_kept_in_memory(tmp_path):
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path, 0)
     metrics.write({"step": 1, "loss": 1.0})
