@@ -101,19 +101,6 @@ def test_a_signal_stops_the_rungs_that_run_and_their_results_are_kept(rung, tmp_
         assert written(tmp_path, name)["lines"] == ["full"]
 
 
-def test_from_continues_and_a_rehearsal_leaves_the_readme_alone(rung, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "RUNGS", (rung("first", part=1), rung("second", minutes=0.1), rung("third", minutes=5)))
-    before, output = README.read_text(), tmp_path / "results"
-    command = ["gpu.py", "--rehearse", "--from", "second", "--minutes", "1", "--output", str(output)]
-    monkeypatch.setattr(sys, "argv", command)
-    assert gpu.main() == 0
-    assert [path.name for path in (output / "gpu-rehearsal").glob("*.json")] == ["second.json"]
-    assert written(output / "gpu-rehearsal", "second")["lines"] == ["tiny"]
-    assert '--from third"' in capsys.readouterr().out
-    assert README.read_text() == before
-    assert (output / "README.md").exists()
-
-
 def test_the_parts_fit_into_a_quarter_of_an_hour_and_the_readme_lists_the_rungs():
     assert len(gpu.PARTS) * gpu.MINUTES <= 15
     # nothing after it is started before the mechanisms are measured

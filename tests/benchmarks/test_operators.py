@@ -3,12 +3,8 @@
 import pytest
 import torch
 
-import depthlm
 from benchmarks.shared import operators
-from benchmarks.shared.operators import CASES, Make, Shape, difference, read_table, shape_of, step
-from depthlm.config import compose_anywhere
-from depthlm.mechanisms.attention_residuals import AttentionResiduals
-from depthlm.mechanisms.dca import DeepCrossAttention
+from benchmarks.shared.operators import CASES, Make, Shape, read_table
 
 TINY = Shape(batch=1, length=3, d=16, layers=4, h=4, k=2, e=16, entries=2)
 PARAMETERS = {"depth_attend_block": 1, "depth_attend_full": 1, "weighted_reads": 1, "gated_reads": 2}
@@ -30,35 +26,6 @@ def test_floors_equal_those_counted_by_hand():
         case = CASES[name](TINY, make())
         inputs = sum(x.numel() for x in case.inputs[parameters:])
         assert case.values * TINY.batch * TINY.length == 3 * inputs + 2 * case.run()[0].numel(), name
-
-
-@pytest.mark.parametrize("name", ["depth_value_mix", "gated_reads", "merged_attention"])
-def test_triton_and_pytorch_agree_on_the_inputs(name):
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("the benchmark compares them itself")
-    case = CASES[name](TINY, make())
-    actual, expected = (step(case.run, case.inputs, kernels)() for kernels in ("triton", "torch"))
-    assert len(actual) == len(case.run()) + len(case.inputs)
-    assert difference(actual, expected) < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("name", "model", "kind"),
-    [
-        ("depth_attend_full", "attention_residuals_full", AttentionResiduals),
-        ("gated_reads", "dca", DeepCrossAttention),
-    ],
-)
-def test_numbers_of_reads_and_sources_equal_those_of_the_decoder(name, model, kind):
-    decoder = depthlm.build_model(compose_anywhere(["size=1.5b", f"model={model}"]), "meta")
-    middle = [x for x in decoder.modules() if isinstance(x, kind) and x.spec.layer == decoder.size.num_layers // 2]
-    phases = [(x, x.read_ahead) for x in middle if x.read_ahead is not None]
-    # a phase of one sublayer belongs to a sublayer without reads
-    ahead = next(phase for x, phase in phases if phase.readers[0] is x and len(phase.readers) > 1)
-    reads = sum(getattr(x, "num_inputs", 1) for x in ahead.readers)
-    case = CASES[name](shape_of("1.5b", 1, 1)._replace(d=4), make())
-    assert (len(case.run()[0]), len(case.inputs) - PARAMETERS[name]) == (reads, ahead.num_fixed)
 
 
 def test_the_thirteen_settings_of_moda_are_consistent():

@@ -1,35 +1,12 @@
 """The rungs of benchmarks/gpu.py that need a GPU, as far as they can be tried without one."""
 
 import json
-import re
-from types import SimpleNamespace
 from typing import Any
 
-from torch.autograd import DeviceType
-
 from benchmarks.rungs import step
-from benchmarks.shared.interleaved import depth_kernels, is_kernel
 from depthlm.locations import REPOSITORY
 
 MACHINE = {"device": "NVIDIA H200", "threads": 16, "versions": {"torch": "2.11.0"}}
-
-
-def test_annotations_of_the_profiler_are_no_kernels_and_those_of_depth_are_known():
-    def event(key: str, is_annotation: bool, device: DeviceType = DeviceType.CUDA, time: float = 5.0) -> Any:
-        given = {"is_user_annotation": is_annotation, "device_type": device, "self_device_time_total": time}
-        return SimpleNamespace(key=key, **given)
-
-    assert is_kernel(event("mhc_forward", False))
-    assert not is_kernel(event("Optimizer.step#AdamW.step", False))
-    assert not is_kernel(event("a range of the user", True))
-    assert not is_kernel(event("aten::mm", False, DeviceType.CPU))
-    assert not is_kernel(event("nothing", False, time=0.0))
-
-    # kernels of depth mechanisms begin with the name of their operator
-    ours = ("attention_residuals_one_backward", "dca_source_grads", "moda_forward", "reads_write_table")
-    assert all(re.match(depth_kernels(), name) for name in ours)
-    others = ("cross_entropy_forward", "triton_poi_fused_mul_silu_1", "_ZN2at6native", "modal_x", "Memcpy DtoD")
-    assert not any(re.match(depth_kernels(), name) for name in others)
 
 
 def line_of(preset: str, mode: str, time: float, **more: Any) -> dict[str, Any]:

@@ -11,10 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from benchmarks.study import archive, depth, page, transfer
-from benchmarks.study.differences import values_of
-from benchmarks.study.pictures import draw_choices
-from benchmarks.study.sizes import at_every_size, with_depth
+from benchmarks.study import archive, page, transfer
 from depthlm.config import compose_anywhere
 from depthlm.config.saved import compare
 from depthlm.machine import environment
@@ -50,27 +47,6 @@ def test_the_tables_on_transfer_are_those_of_the_records(monkeypatch):
     text, checked = transfer.PAGE.read_text(), json.loads(transfer.COORDINATES.read_text())
     blocks = transfer.blocks(archive.rows_of("transfer"), checked)
     assert page.with_blocks(text, blocks) == text, "run `python benchmarks/study/transfer.py`"
-
-
-@pytest.mark.slow
-def test_the_study_has_its_mechanisms_with_their_parameters_and_is_drawn(records, tmp_path):
-    study = depth.study_of(records.depth)
-    every = {*depth.STATIC, *depth.LEARNED}
-    assert {name for name, _ in study.planned} == {"vanilla", *every, *depth.WIDER}
-    assert study.layers == [6, 12, 24, 48]
-    known = {"vanilla": 330_192, "vanilla, wider": 496_080, "embedding_skip": 330_216, "mhc": 446_040, "mudd": 357_530}
-    found = {name: count for (name, layers), count in study.parameters.items() if layers == 12}
-    assert found["vanilla"] == known["vanilla"]
-    assert {name: count for name, count in found.items() if name in known}.items() <= known.items()
-    draw_choices(records.depth, tmp_path / "choices.png")
-    assert (tmp_path / "choices.png").stat().st_size > 10_000
-    # the sizes are compared for the mechanisms that the depths leave in question
-    compared = at_every_size(with_depth(records.sizes, records.depth))
-    assert values_of(compared, "size") == ["nano_60k", "nano_160k", "nano_330k", "nano_630k"]
-    assert {*values_of(compared, "model")} == {"vanilla", *depth.in_question(study)}
-    # a machine repeats one point of the page
-    devices = [line["environment"]["device"] for _, line in page.repeated(records)]
-    assert len({*devices}) == len(devices)
 
 
 # settings of the protocol, which the test of the recorded runs compares

@@ -1,12 +1,10 @@
 """The output of doctor, for simulated machines and for this one."""
 
 import json
-import socket
 from collections import namedtuple
 
 from depthlm.commands import doctor as command
 from depthlm.commands.doctor import OK, PROBLEM, WARNING, Item, doctor, examine
-from depthlm.config import compose
 from depthlm.machine import environment
 from depthlm.machine.environment import Gpu
 
@@ -90,25 +88,3 @@ def test_packages_in_a_disallowed_version_are_a_problem(monkeypatch):
 def test_little_free_space_is_a_warning(monkeypatch, tmp_path):
     monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(2**40, 2**40, 64 * 2**20))
     assert command.disk(tmp_path / "a/b").state == WARNING
-
-
-def test_wandb_with_a_key_and_no_network_is_a_warning(monkeypatch):
-    config = compose(["device=cpu"])
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        monkeypatch.setenv("WANDB_API_KEY", "x")
-        monkeypatch.delenv("WANDB_MODE", raising=False)
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
-        assert command.wandb(config).value.startswith("online")
-    assert command.wandb(config).state == WARNING
-    assert command.wandb(compose(["device=cpu", "tracker=none"])).value.startswith("not used")
-    offline = compose(["device=cpu", "tracker.mode=offline"])
-    assert command.wandb(offline).value.startswith("offline (as configured)")
-    monkeypatch.delenv("WANDB_API_KEY")
-    assert command.wandb(offline).value.startswith("offline (as configured)")
-    assert command.wandb(compose(["device=cpu", "tracker.mode=online"])).value.startswith("offline (no key is set")
-    monkeypatch.setenv("WANDB_API_KEY", "x")
-    monkeypatch.setenv("WANDB_BASE_URL", "http://[::1]:a")
-    failed = command.attempt("W&B", lambda: command.wandb(config))
-    assert failed.state == WARNING
-    assert failed.value.startswith("the check failed: ValueError: ")

@@ -68,25 +68,6 @@ def test_the_table_shows_progress_gpu_hours_and_the_reason_of_a_failure(root, ca
     assert lines[3][-2:] == ["2 h", "diverged"]
 
 
-def test_another_root_can_be_given(root, capsys):
-    main(["--root", "outputs/sweep", "begun"], "depthlm runs")
-    assert "1 run below outputs/sweep" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--root nowhere: no such folder"):
-        main(["--root", "nowhere"], "depthlm runs")
-
-
-def test_a_value_that_was_filtered_or_sorted_by_is_a_column(root, capsys):
-    with (root / "default/base/config.yaml").open("a") as file:
-        file.write("optimizer: {lr: 0.001}\ndata: {name: '[b]'}\n")
-    main(["optimizer.lr<1", "loss<9", "--sort", "data"], "depthlm runs")
-    printed = capsys.readouterr().out.splitlines()
-    (head,) = [line for line in printed if "validation" in line]
-    assert head.split() == ["run", "state", "model", "size", "step", "tokens", "loss", "validation", "optimizer.lr",
-                            "data", "age"]  # fmt: skip
-    (line,) = [line for line in printed if "default/base" in line]
-    assert re.split(r"  +", line.strip())[8:10] == ["0.001", "[b]"]
-
-
 def test_a_comparison_prints_results_and_differing_settings_and_draws_both_curves(root, capsys):
     main(["--compare", "outputs/default/base", "outputs/default/broken", "--to", "to/here"], "depthlm runs")
     printed = capsys.readouterr().out
@@ -94,12 +75,6 @@ def test_a_comparison_prints_results_and_differing_settings_and_draws_both_curve
         assert any(text.split()[: len(line)] == line for text in printed.splitlines()), printed
     assert Path("to/here/loss_curves.png").exists()
     assert "model.name" in Path("to/here/report.md").read_text()
-
-
-def test_runs_with_the_same_configuration_are_said_to_have_it(root, capsys):
-    main(["--compare", "outputs/default/base", "outputs/sweep/new"], "depthlm runs")
-    assert "No setting but the seed differs that affects the result." in capsys.readouterr().out
-    assert Path("outputs/report/report.md").exists()
 
 
 def test_options_that_make_no_sense_together_are_an_error(root):

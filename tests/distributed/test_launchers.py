@@ -1,7 +1,6 @@
 """Ranks are read from the variables of every launcher, and inconsistent variables are refused."""
 
 import os
-import re
 
 import pytest
 from hypothesis import given
@@ -11,7 +10,6 @@ from depthlm.distributed import launchers
 from depthlm.distributed.launchers import (
     SINGLE_RANK,
     Ranks,
-    describe_launch,
     device_index,
     first_host,
     is_rank_0,
@@ -148,9 +146,3 @@ def test_with_a_broken_environment_every_rank_prints_errors(monkeypatch):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     assert not is_rank_0()
-
-
-def test_the_launcher_and_the_ranks_are_described_in_one_line():
-    assert describe_launch(ranks({}), "cpu of laptop") == "started by python: one rank, on cpu of laptop"
-    line = describe_launch(ranks(SRUN), "cuda:0 of gpu-003")
-    assert re.fullmatch(r"started by srun: 8 ranks on 2 nodes, rank 0 on cuda:0 of gpu-003; .* gpu-003:\d+", line)

@@ -89,18 +89,6 @@ def test_signals_act_during_one_long_step(small_run, start):
     assert (process.returncode, output) == (1, "")
 
 
-def test_repeated_hangups_save_the_run(small_run, tmp_path, start):
-    process = start(small_run("training.max_steps=100000", "data.num_workers=1"))
-    wait_for(lambda: len(steps(tmp_path / "run")) >= 3, process)
-    for _ in range(3):
-        os.killpg(process.pid, signal.SIGHUP)
-        time.sleep(0.01)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
-    (stopped_at,) = steps(tmp_path / "run")[-1:]
-    assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
-
-
 @pytest.mark.slow
 def test_a_run_whose_terminal_closes_is_saved(small_run, tmp_path, start):
     terminal, inside = pty.openpty()

@@ -13,9 +13,9 @@ from depthlm.runs.records import read_metrics
 
 from ..forks import Forked, Forks
 
-TIMEOUT = 3.0
+TIMEOUT = 2.0
 MISCHIEF = """
-import os, sys, time
+import os, time
 from depthlm.mechanisms.residual import Residual
 
 class Mischief(Residual):
@@ -26,8 +26,7 @@ class Mischief(Residual):
         if Mischief.calls > 40 and os.environ["RANK"] == "1":
             if os.environ["MISCHIEF"] == "sleep":
                 time.sleep(1e6)
-            if os.environ["MISCHIEF"] == "exit":
-                sys.exit(0)
+
             raise ZeroDivisionError("on purpose")
         return super().read(stream)
 """
@@ -76,26 +75,22 @@ def test_a_dead_rank_ends_the_other(two, tmp_path):
     seconds, log = ends(ranks[0])
     assert seconds < TIMEOUT + 4
     assert "rank 1 (host " in log
-    assert f"pid {ranks[1].pid}) has sent no heartbeat for 3 s, the last one in step" in log
+    assert f"pid {ranks[1].pid}) has sent no heartbeat for 2 s, the last one in step" in log
     assert "Traceback" not in log
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [("raise", "ZeroDivisionError: on purpose"), ("exit", "sys.exit(0) was called before the run was complete")],
-)
-def test_an_exception_or_an_exit_on_one_rank_ends_the_other_with_its_message(two, tmp_path, how, message):
+def test_an_exception_on_one_rank_ends_the_other_with_its_message(two, tmp_path):
     (tmp_path / "mischief.py").write_text(MISCHIEF)
     ranks = two(
         "model.connection._target_=mischief.Mischief", "training.rank_timeout=60",
-        PYTHONPATH=str(tmp_path), MISCHIEF=how,
+        PYTHONPATH=str(tmp_path), MISCHIEF="raise",
     )  # fmt: skip
     _, other = ends(ranks[1])
-    assert message in other
+    assert "ZeroDivisionError: on purpose" in other
     seconds, log = ends(ranks[0])
     assert seconds < 8
-    assert re.search(rf"pid {ranks[1].pid}\) failed: \w+: {re.escape(message.rpartition(': ')[2])}; rank 0 ends", log)
+    assert f"pid {ranks[1].pid}) failed: ZeroDivisionError: on purpose; rank 0 ends" in log
     assert "Traceback" not in log
 
 

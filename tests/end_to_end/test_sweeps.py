@@ -69,21 +69,6 @@ def test_repeating_a_sweep_skips_resumes_and_repeats_points(small_run, tmp_path,
 
 
 @pytest.mark.slow
-def test_a_sweep_chooses_a_value_and_reports_it(small_run, run):
-    choice = ["experiment.best_over=optimizer.lr", "experiment.selection_seeds=[11]", "experiment.widen=1"]
-    line = [*kept(small_run("training.max_steps=2")), "seed=1,2", "optimizer.lr=1e-5,2e-5", *choice]
-    done = run(*TRAIN, "-m", *line)
-    assert done.returncode == 0, done.stderr
-    # two steps at the highest rate are the best, and the runs that report have it
-    assert "5 points: 5 complete" in done.stdout
-    assert "4e-5 (selection seed 11)" in done.stdout
-    reported = run("-m", "depthlm", "report", *line)
-    assert reported.returncode == 0, reported.stderr
-    assert "at the edge of the grid" in reported.stdout
-    assert "2 runs: 2 complete" in reported.stdout
-
-
-@pytest.mark.slow
 def test_optuna_tunes_the_learning_rate_and_resumes_its_study(small_run, tmp_path, run):
     pytest.importorskip("optuna")
     command = [*TRAIN, "-m", "hydra/sweeper=learning_rate", "model=mhc", "hydra.sweeper.n_trials=2",

@@ -8,10 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-import torch
-from safetensors.torch import load_file
-
 import depthlm
 from depthlm.locations import REPOSITORY
 from depthlm.runs.records import read_metrics
@@ -98,23 +94,3 @@ def test_a_profile_writes_a_trace(small_run, tmp_path, capsys):
     trace = json.loads((tmp_path / "run/profile/trace.json").read_text())
     names = {event.get("name") for event in trace["traceEvents"]}
     assert any("scaled_dot_product" in str(name) for name in names)
-
-
-@pytest.mark.slow
-def test_two_ranks_with_zero_3_train_validate_sample_and_save_the_same_run_as_one(small_run, tmp_path):
-    # of five windows rank 0 has three, hence two batches of at most two, and rank 1 has two, hence one
-    shared = ("model=dca", "training.max_steps=6", "training.validation_tokens=161", "training.sample=depth")
-    assert train(depthlm.compose(small_run(*shared, name="one"))) == 0
-    overrides = small_run(*shared, "deepspeed=zero3", "training.activation_checkpointing=true", name="two")
-    both = run([*LAUNCH, *overrides], OMP_NUM_THREADS="1")
-    assert both.returncode == 0, both.stderr
-    assert not re.search(r"traceback|error|warning", both.stderr, re.IGNORECASE), both.stderr
-    assert curve(tmp_path / "two") == pytest.approx(curve(tmp_path / "one"), rel=1e-5)
-    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two")]
-    assert summaries[0]["validation_loss"] == pytest.approx(summaries[1]["validation_loss"], rel=1e-5)
-    assert summaries[0]["parameters"] == summaries[1]["parameters"]
-    one, two = (load_file(tmp_path / name / "checkpoints/step-00000006/model.safetensors") for name in ("one", "two"))
-    assert one.keys() == two.keys()
-    assert all(torch.dist(two[name], one[name]) <= 1e-3 * one[name].norm() + 1e-3 for name in one)
-    assert both.stdout.count("a sample:") == 1
-    assert "depth" in both.stdout.split("a sample:")[1]

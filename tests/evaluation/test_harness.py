@@ -147,19 +147,6 @@ def test_only_results_on_all_questions_are_written_and_relative_paths_are_those_
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("read_once")
-def test_a_task_of_the_harness_runs_on_a_local_copy_of_its_dataset(trained, tmp_path):
-    folder = tmp_path / "allenai/sciq"
-    folder.mkdir(parents=True)
-    row = {"question": "what is read?", "support": "A stream is read by every layer.", "correct_answer": "a stream"}
-    row |= {"distractor1": "a head", "distractor2": "a word", "distractor3": "a depth"}
-    for split in ("train", "validation", "test"):
-        (folder / f"{split}.jsonl").write_text("\n".join([json.dumps(row)] * 4))
-    found = run(f"run={trained}", "tasks=sciq", f"datasets={tmp_path}")
-    assert found.keys() >= {"zero_shot/sciq/acc", "zero_shot/sciq/acc_norm"}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("read_once")
 def test_missing_datasets_are_listed_with_remedies_and_an_unknown_task_with_the_nearest_name(trained, all_tasks):
     for name in SUITES:
         assert {job.task for job in jobs_of([name], [0])} <= set(all_tasks.all_tasks)

@@ -167,16 +167,16 @@ def test_an_export_computes_and_generates_what_the_run_does(case):
     tokenizer = Tokenizer.load(case.folder)
     assert (answer["ids"], answer["ends"], answer["length"]) == (tokenizer.encode_batch(TEXTS), [256, 257], 32)
     assert tokenizer.vocab_size < model.size.vocab_size
-    expected = generate(model, tokens, 6, vocab_size=tokenizer.vocab_size)[:, tokens.shape[1] :].tolist()
+    expected = generate(model, tokens, 4, vocab_size=tokenizer.vocab_size)[:, tokens.shape[1] :].tolist()
     assert answer["greedy"] == answer["uncached"] == expected
     alone = [
-        generate(model, row[None, :n], 6, vocab_size=tokenizer.vocab_size)[0, n:].tolist()
+        generate(model, row[None, :n], 4, vocab_size=tokenizer.vocab_size)[0, n:].tolist()
         for row, n in zip(tokens, answer["lengths"], strict=True)
     ]
     assert answer["padded"] == alone
     cached, uncached = answer["beams"]
     assert cached == uncached
-    assert answer["sampled"] == [6, 18]
+
     weights = load_weights(read_pretrained(case.folder))
     assert copy_weights(weights, model) == []
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -72,10 +73,27 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert_same(states(one), states(other))
 
 
-def train_three(train_run: TrainRun, *overrides: str, stops: tuple[int, ...]) -> tuple[Path, Path, Path]:
-    """Train on one rank, on two, and on two with stops; the last two must be equal. Returns their directories."""
-    one, two = train_run(*overrides, name="one"), train_run(*overrides, ranks=2, name="two")
-    resumed = train_run(*overrides, ranks=2, name="resumed", stops=stops)
+def assert_close(one: Path, other: Path, tolerance: float, weight_tolerance: float) -> None:
+    """Assert that losses, gradient norms and final weights of two runs are equal within rounding."""
+    rows, expected = ([row[2:] for row in curve(path)] for path in (one, other))
+    assert len(rows) == len(expected)
+    for (loss, _, norm, _), (expected_loss, _, expected_norm, _) in zip(rows, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=tolerance)
+        assert norm == pytest.approx(expected_norm, rel=10 * tolerance)
+    first, second = weights(one), weights(other)
+    assert {name: weight.shape for name, weight in first.items()} == {n: weight.shape for n, weight in second.items()}
+    for name, weight in second.items():
+        assert torch.dist(first[name].float(), weight.float()) <= weight_tolerance * weight.float().norm(), name
+
+
+def train_three(train_run: TrainRun, *overrides: str, of_one: tuple[str, ...] = ()) -> tuple[Path, Path, Path]:
+    """Train six steps on one rank, on two, and on two with a stop; the last two must be equal.
+
+    of_one: further overrides of the single rank. Returns the directories.
+    """
+    given = ("training.max_steps=6", "training.checkpoint_every=100", *overrides)
+    one, two = train_run(*given, *of_one, name="one"), train_run(*given, ranks=2, name="two")
+    resumed = train_run(*given, ranks=2, name="resumed", stops=(3, 6))
     assert_same_run(two, resumed)
     return one, two, resumed
 

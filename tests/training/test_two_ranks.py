@@ -1,51 +1,45 @@
 """Two ranks compute at every stage what one rank computes, and resume bit for bit."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from .run_files import assert_same_run, curve, losses, states, weights
+from .run_files import assert_close, states, train_three
 
-STEPS = 6
-
-
-def assert_close(one: Path, other: Path, precision: str) -> None:
-    """Assert that losses, gradient norms and final weights of two runs are equal within rounding."""
-    tolerance = {"fp32": 1e-5, "bf16": 3e-3}[precision]
-    assert len(losses(one)) == STEPS
-    torch.testing.assert_close(losses(one), losses(other), rtol=tolerance, atol=0)
-    norms = ([row[4] for row in curve(path)] for path in (one, other))
-    torch.testing.assert_close(*norms, rtol=10 * tolerance, atol=0)
-    first, expected = weights(one), weights(other)
-    for name in expected:
-        assert torch.dist(first[name].float(), expected[name].float()) <= 10 * tolerance * expected[name].float().norm()
+KIMI = "backbone=kimi_linear size.num_layers=3 size.num_experts=4 data.document_mask=true"
+# validations put the averages of the weights in their place
+LIBRARY = "schedule=constant training.validate_every=2 optimizer="
 
 
 # the stage of the single rank; at ZeRO 0, bf16 is autocast, whose numbers are others
 @pytest.mark.parametrize(
-    ("stage", "precision", "stage_of_one"),
+    ("stage", "kind", "stage_of_one", "tolerance"),
     [
-        ("zero1", "bf16", "zero1"),
+        ("zero1", "precision=bf16", "zero1", 3e-3),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("zero0", "fp32", "zero0"), ("zero0", "bf16", "zero0"), ("zero2", "fp32", "zero0"),
-                         ("zero3", "bf16", "zero1"), ("zero3_offload", "fp32", "zero0"))
+            for case in (
+                ("zero0", "precision=fp32", "zero0", 1e-5), ("zero0", "precision=bf16", "zero0", 3e-3),
+                ("zero2", "precision=fp32", "zero0", 1e-5), ("zero3", "precision=bf16", "zero1", 3e-3),
+                ("zero3_offload", "precision=fp32", "zero0", 1e-5),
+                ("zero0", f"{KIMI} model=attention_residuals", "zero0", 1e-5),
+                ("zero3", f"{KIMI} model=moda", "zero0", 1e-5),
+                ("zero1", f"{LIBRARY}ademamix", "zero0", 1e-5), ("zero3", f"{LIBRARY}schedule_free", "zero0", 1e-5),
+                # the eigenvectors of SOAP's first preconditioners, which have a low rank, depend on rounding
+                ("zero0", f"{LIBRARY}soap", "zero0", 1e-2),
+            )
         ),
     ],
 )  # fmt: skip
 def test_two_ranks_equal_one_that_accumulates_two_batches_and_resume_bit_for_bit(
-    train_run, stage, precision, stage_of_one
+    train_run, stage, kind, stage_of_one, tolerance
 ):
-    given = (f"training.max_steps={STEPS}", "training.micro_batch_size=2", "training.checkpoint_every=100",
-             f"precision={precision}")  # fmt: skip
-    one = train_run(*given, f"deepspeed={stage_of_one}", name="one")
-    two = train_run(*given, f"deepspeed={stage}", ranks=2, name="two")
-    resumed = train_run(*given, f"deepspeed={stage}", ranks=2, name="resumed", stops=(3, STEPS))
+    if LIBRARY in kind:
+        pytest.importorskip("pytorch_optimizer")
+    given = ("training.micro_batch_size=2", *kind.split(), f"deepspeed={stage}")
+    one, two, resumed = train_three(train_run, *given, of_one=(f"deepspeed={stage_of_one}",))
     for run, words in ((one, "1 rank x 2 acc"), (two, "2 ranks x 1 accumulated x 2 seq"), (resumed, "resumed from")):
         assert words in (run / "train.log").read_text()
-    assert_close(two, one, precision)
-    assert_same_run(two, resumed)
+    assert_close(two, one, tolerance, (100 if LIBRARY in kind else 10) * tolerance)
     # sharded states are compared on both ranks
     large = [name for name, value in states(two).items() if isinstance(value, torch.Tensor) and value.numel() > 9]
     assert len({name.split("/")[1] for name in large}) == {"zero0": 1, "zero1": 3, "zero2": 3}.get(stage, 2)

@@ -56,17 +56,6 @@ def test_the_diagnostics_of_streams(name, overrides):
     }
 
 
-def test_a_mechanism_has_the_diagnostics_that_can_vary_and_none_needs_no_forward_pass(monkeypatch):
-    model = depthlm.build_model(depthlm.compose([*SHAPE, "model=mhc_hunyuan_v4"]))
-    found = diagnose(model, torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0)))
-    assert found.keys() == {"mhc_gain", "mhc_embedding_share"}
-    # its residual map is the identity
-    assert found["mhc_gain"] == 1
-    model = depthlm.build_model(depthlm.compose(SHAPE))
-    monkeypatch.setattr(model, "hidden", None)
-    assert diagnose(model, torch.zeros(1, 4, dtype=torch.long)) == {}
-
-
 def test_every_validation_logs_diagnostics(train_run):
     run = train_run("model=mhc", "training.max_steps=2", "training.validate_every=1")
     rows = list(read_metrics(run / "metrics.jsonl"))

@@ -17,7 +17,7 @@ from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import read_manifest
 from depthlm.training import train
 from depthlm.training.checkpoint import saving
-from depthlm.training.checkpoint.saving import Saver, Snapshot, pin
+from depthlm.training.checkpoint.saving import Saver, Snapshot
 
 from ...two_ranks import train_on_ranks
 from ..run_files import assert_same, curve, states, weights
@@ -196,24 +196,6 @@ def test_files_of_an_interrupted_save_are_removed_before_the_next_and_when_a_run
         (run.staging(17) / "deepspeed").mkdir(parents=True)
         train_run("training.max_steps=6", f"training.stop_after={stop}")
         assert run.leftovers() == []
-
-
-def test_pinned_memory_has_the_size_of_its_tensor_and_is_released_with_it(monkeypatch):
-    locked: dict[int, int] = {}
-
-    def register(address: int, size: int, flags: int) -> int:
-        locked[address] = size
-        return 0
-
-    calls = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: locked.pop(address))
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
-    buffer = torch.empty(3, 1000, dtype=torch.bfloat16)
-    pin(buffer)
-    pin(torch.empty(0))
-    assert locked == {buffer.data_ptr(): 6000}
-    del buffer
-    assert not locked
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
