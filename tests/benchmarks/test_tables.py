@@ -6,8 +6,10 @@ import sys
 import pytest
 import yaml
 
-from benchmarks import host, kernels, mechanisms, peers, throughput
+from benchmarks import host, inference, kernels, mechanisms, peers, throughput
+from benchmarks.shared import reporting
 from benchmarks.shared.operators import read_table
+from depthlm.config import compose_anywhere
 from depthlm.locations import CONF, REPOSITORY
 
 RESULTS = REPOSITORY / "benchmarks/results"
@@ -69,3 +71,51 @@ def test_the_kernel_benchmark_reads_the_ablation(monkeypatch, capsys, tmp_path):
 def test_the_pages_have_the_committed_results(script, results, page):
     measured = json.loads((RESULTS / f"{results}.json").read_text())
     assert script.markdown(measured) in (REPOSITORY / page).read_text()
+
+
+def test_the_thirteen_settings_of_moda_are_consistent():
+    rows = read_table("moda_efficiency")
+    assert [row["row"] for row, _ in rows] == [*range(1, 14)]
+    assert [(shape.length, shape.h, shape.k, shape.e, shape.entries) for _, shape in rows] == [
+        *((2**i, 64, 8, 64, 64) for i in range(12, 17)),
+        *((2**14, 8 * groups, 8, 64, 64) for groups in (2, 4, 8, 16, 32)),
+        *((2**14, 64, 8, 64, entries) for entries in (64, 128, 256)),
+    ]
+    for row, shape in rows:
+        assert shape.h == shape.k * row["groups"]
+        # the paper's percentages are relative to MoDA's time
+        assert 100 * (1 - row["flash_ms"] / row["moda_ms"]) == pytest.approx(row["extra_time_percent"], abs=0.01)
+        assert 100 * row["groups"] / 64 == pytest.approx(row["depth_utilization"], abs=0.01)
+    added = [row["moda_ms"] / row["flash_ms"] - 1 for row, _ in rows]
+    assert added[0] == pytest.approx(0.349, abs=5e-4)
+    assert added[4] == pytest.approx(0.028, abs=5e-4)
+
+
+def test_the_table_of_dca_compares_with_the_model_that_reads_all_outputs():
+    paper = reporting.read_table(inference.TABLES, "dca_24")
+    # the paper: k = 2 has "48% lower inference latency compared to k = 24"
+    lines = {}
+    for name, seconds in paper["seconds"].items():
+        model, last_k = name.split(" ")
+        config = compose_anywhere([*paper["overrides"], f"model={model}", last_k])
+        assert config.size.num_layers == 24
+        phase = {"microseconds_per_token": 1.0, "overhead": 0.0, "microseconds_added": 0.0}
+        lines[name] = {"prefill": phase, "decode": phase, "peak_memory_gib": None, "cache_bytes": 1,
+                       "together": 4.0 * seconds, "paper_seconds": seconds}  # fmt: skip
+    results = {"presets": lines, "again": [1.0], "baseline": paper["baseline"],
+               "machine": {"device": "none", "threads": 1, "versions": {"torch": "0"}}}  # fmt: skip
+    *_, all_outputs, two = inference.markdown(results).splitlines()
+    assert all_outputs.endswith("| +0.00% | +0.00% |")
+    assert two.endswith("| -48.00% | -48.00% |")
+
+
+def test_we_move_fewer_bytes():
+    lines = {
+        (x["operator"], x["size"], x["by"]): x for x in json.loads((RESULTS / "peers-sm90.json").read_text())["lines"]
+    }
+    for (operator, size, by), line in lines.items():
+        ours = lines[operator, size, "ours"]
+        assert all(kernel["stack"] == 0 for kernel in ours["kernels"])
+        if by != "ours":
+            assert ours["moved_gb"] < line["moved_gb"] / 2, (operator, size, by)
+            assert ours["launches"] < line["launches"], (operator, size, by)

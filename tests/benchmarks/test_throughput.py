@@ -1,11 +1,15 @@
-"""benchmarks/throughput.py: the peers compute our logits, and `products` has the matrices of a decoder."""
+"""What benchmarks time: peers that compute our logits, prefills that fill the same cache."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import depthlm
-from benchmarks import throughput
+from benchmarks import inference, throughput
 from depthlm.config import Config
+from depthlm.locations import REPOSITORY
 
 
 @pytest.fixture
@@ -32,3 +36,22 @@ def test_a_peer_computes_our_logits(config, peer):
     else:
         theirs = throughput.transformers_decoder(ours)(input_ids=tokens).logits
     torch.testing.assert_close(theirs, ours(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_chunks_fill_the_same_cache():
+    task = inference.Task(["size=micro"], batch=2, prompt=11, new=2)
+    model, tokens_bt = inference.build("moda", task)
+    whole, parts = (inference.filled_cache(model, tokens_bt, task._replace(chunk=chunk)) for chunk in (None, 4))
+    assert parts.length == whole.length == 11
+    for slot in range(model.size.num_layers):
+        for one, other in zip(parts._slots[slot], whole._slots[slot], strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_without_a_peer_the_command_says_what_to_install():
+    # a module that exists nowhere else
+    program = "import sys; sys.path.insert(0, '.'); from benchmarks import peers; peers.main()"
+    command = [sys.executable, "-S", "-c", program]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "pip install --no-deps liger-kernel fla-core einops" in done.stderr

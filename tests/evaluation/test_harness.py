@@ -4,7 +4,6 @@ import json
 import os
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -38,25 +37,6 @@ metric_list:
 
 def run(*given: str) -> dict[str, float]:
     return evaluate(read_arguments(Evaluate, given))
-
-
-@pytest.fixture(scope="module")
-def all_tasks() -> Any:
-    """All tasks of the harness. Their thousands of files are read once."""
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager()
-
-
-@pytest.fixture
-def read_once(all_tasks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command takes the tasks that are read already."""
-
-    def manager(include_path: list[Path], include_defaults: bool) -> Any:
-        assert (include_path, include_defaults) == ([], True)
-        return all_tasks
-
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", manager)
 
 
 @pytest.fixture
@@ -145,20 +125,6 @@ def test_only_results_on_all_questions_are_written_and_relative_paths_are_those_
     assert json.loads((trained / "evaluation.json").read_text()) == results
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("read_once")
-def test_missing_datasets_are_listed_with_remedies_and_an_unknown_task_with_the_nearest_name(trained, all_tasks):
-    for name in SUITES:
-        assert {job.task for job in jobs_of([name], [0])} <= set(all_tasks.all_tasks)
-    with pytest.raises(UserError, match="8 of 8 tasks have no dataset here") as error:
-        run(f"run={trained}", "tasks=paper")
-    for task in [job.task for job in jobs_of(["paper"], [0])]:
-        assert f"- {task}: " in str(error.value)
-    assert "datasets=<folder>" in str(error.value)
-    with pytest.raises(UserError, match="did you mean `piqa`"):
-        run(f"run={trained}", "tasks=piqua")
-
-
 def test_suites_have_the_metric_names_that_the_experiments_read():
     assert {name: len(suite.tasks) for name, suite in SUITES.items()} == {"paper": 8, "moda": 10}
     for name, experiment in (("paper", "depth_attention/main"), ("moda", "moda/model_size")):
@@ -167,6 +133,15 @@ def test_suites_have_the_metric_names_that_the_experiments_read():
         shots = {0: "zero", 5: "five"}
         tasks = [*SUITES[name].tasks, "average"]
         assert read == {f"{shots[count]}_shot/{task}" for count in SUITES[name].shots for task in tasks}
+
+
+@pytest.mark.slow
+def test_missing_datasets_are_listed_with_remedies(trained):
+    with pytest.raises(UserError, match="8 of 8 tasks have no dataset here") as error:
+        run(f"run={trained}", "tasks=paper")
+    for task in [job.task for job in jobs_of(["paper"], [0])]:
+        assert f"- {task}: " in str(error.value)
+    assert "datasets=<folder>" in str(error.value)
 
 
 def test_unknown_tasks_are_refused(trained):

@@ -122,18 +122,3 @@ def test_a_corpus_of_the_hub_is_named_and_no_path_of_this_machine_is(make_run):
     assert "Replace `/path/to` with your own folder." in card.text
     assert "/home" not in card.content
     assert "/srv" not in card.content
-
-
-@pytest.mark.usefixtures("with_command")
-def test_a_mechanism_without_an_option_is_described_by_its_docstring(tmp_path, make_run, monkeypatch):
-    (tmp_path / "conf/model/connection").mkdir(parents=True)
-    (tmp_path / "conf/model/connection/own.yaml").write_text("_target_: own_card.Own\n")
-    (tmp_path / "own_card.py").write_text(
-        "from depthlm.mechanisms.residual import Residual\n\n\n"
-        'class Own(Residual):\n    """Half of the stream (arXiv 2101.00001).\n\n    More.\n    """\n'
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    run = make_run("model/connection=own", config_dir=str(tmp_path / "conf"))
-    text = (export(run, trust=["own_card"]).folder / "README.md").read_text()
-    assert "`Own`: Half of the stream ([arXiv 2101.00001](https://arxiv.org/abs/2101.00001)).\n" in text
-    assert "    model.connection._target_=own_card.Own" in text

@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-import depthlm
-from depthlm.config import ConfigError
-
 from .run_files import curve, losses
 
 
@@ -21,10 +18,3 @@ def test_a_run_with_dropout_equals_itself_on_two_ranks_resumed_and_recomputed(tr
         torch.testing.assert_close(losses(other), losses(straight), rtol=1e-5, atol=0)
     without = train_run(*given, "backbone.dropout=0", "training.stop_after=1", name="without")
     assert abs(losses(without)[0] - losses(straight)[0]) > 1e-3
-
-
-def test_dropout_is_refused_where_there_is_none():
-    with pytest.raises(ConfigError, match=r"the attention of model=moda has none; give backbone\.dropout=0"):
-        depthlm.compose(["model=moda", "backbone.dropout=0.1"])
-    with pytest.raises(ConfigError, match=r"experts have none; give backbone\.mlp=swiglu or relu"):
-        depthlm.compose(["backbone=qwen3_moe", "backbone.dropout=0.1"])

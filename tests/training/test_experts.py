@@ -72,12 +72,21 @@ def test_a_skipped_step_does_not_change_the_biases(train_run):
     assert any(changes.values())
 
 
-def test_impossible_routers_are_refused(small_run):
+def test_impossible_backbones_are_refused(small_run):
     for overrides, message in (
-        (["backbone.router_groups=3"], "backbone.router_groups=3: must divide size.num_experts=8; allowed: 1, 2, 4, 8"),
-        (["backbone.router_groups=2", "backbone.router_groups_kept=3"], "router_groups_kept=3: there are only"),
-        (["backbone.router_groups=8"], "a group needs at least two of the 8 experts"),
-        (["backbone.router_groups=4", "size.experts_per_token=3"], "only 2 experts can be chosen"),
-    ):
+        (["backbone.mixers=[softmax]"], "must be a list of one or more of attention, latent, delta"),
+        (["backbone.mixers=[latent]"], "backbone.position=rope: the keys of mixer latent are not rotated"),
+        (["backbone.mixers=[delta]", "model=moda"], "attention of model=moda may read keys and values of other layers"),
+        (["backbone.mixers=[attention,latent]", "backbone.position=none", "model=depth_attention"],
+         "those of attention and latent differ in width"),
+        (["model=moda", "backbone.dropout=0.1"], "the attention of model=moda has none; give backbone.dropout=0"),
+        (["backbone=qwen3_moe", "backbone.dropout=0.1"], "experts have none; give backbone.mlp=swiglu or relu"),
+        (["backbone=qwen3_moe", "backbone.router_groups=3"], "must divide size.num_experts=8; allowed: 1, 2, 4, 8"),
+        (["backbone=qwen3_moe", "backbone.router_groups=2", "backbone.router_groups_kept=3"],
+         "router_groups_kept=3: there are only"),
+        (["backbone=qwen3_moe", "backbone.router_groups=8"], "a group needs at least two of the 8 experts"),
+        (["backbone=qwen3_moe", "backbone.router_groups=4", "size.experts_per_token=3"],
+         "only 2 experts can be chosen"),
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
-            depthlm.compose(small_run("backbone=qwen3_moe", *overrides))
+            depthlm.compose(small_run(*overrides))

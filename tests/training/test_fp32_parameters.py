@@ -10,17 +10,15 @@ from torch import Tensor, nn
 
 import depthlm
 from depthlm.distributed.launchers import ranks
-from depthlm.distributed.process_group import start_distributed
 from depthlm.model.parameters import fp32_parameters, optimizer_groups
-from depthlm.training.engine import build_engine, writable
+from depthlm.training.engine import writable
 from depthlm.training.engine.partitions import partitions
-from depthlm.training.plan import make_plan
 from depthlm.training.step import train_step
 
 from ..options import configuration
 from .run_files import assert_same_run, weights
 from .run_files import losses as run_losses
-from .synthetic import losses, synthetic_tokens
+from .synthetic import built, losses, synthetic_tokens
 
 MODELS = {
     "mhc": ["model=mhc", "model.connection.collapse=learned"],
@@ -36,13 +34,7 @@ def slow(*cases: tuple[str, ...]) -> list[Any]:
 
 
 def start(overrides: list[str], change: Callable[[nn.Module], None] = lambda _: None) -> tuple[Any, ...]:
-    """Return a configuration, its plan, and its engine. change: what to change in the model before it is built."""
-    torch.set_num_threads(1)
-    config = configuration(*overrides)
-    start_distributed(ranks())
-    plan, model = make_plan(config, ranks()), depthlm.build_model(config)
-    change(model)
-    engine = build_engine(config, plan, model)
+    config, plan, engine = built(overrides, change)
     engine.set_learning_rate(1e-3)
     return config, plan, engine
 

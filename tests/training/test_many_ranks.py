@@ -6,44 +6,23 @@ import numpy as np
 import pytest
 import torch
 
-import depthlm
-from depthlm.distributed.launchers import ranks
-from depthlm.distributed.process_group import start_distributed
-from depthlm.training.engine import build_engine
-from depthlm.training.plan import learning_rate, make_plan
-from depthlm.training.step import train_step
-
 from .run_files import assert_same_run, losses
-from .synthetic import synthetic_tokens
-
-STEPS = 4
-
-
-def updates(overrides: list[str]) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Return the losses of a few updates on synthetic tokens, of which each rank has its share, and the weights."""
-    torch.set_num_threads(1)
-    config = depthlm.compose(overrides)
-    start_distributed(ranks())
-    plan = make_plan(config, ranks())
-    engine = build_engine(config, plan, depthlm.build_model(config))
-    curve = []
-    for step, tokens in enumerate(synthetic_tokens(config, STEPS)):
-        engine.set_learning_rate(learning_rate(config, plan, step))
-        batch = tokens.chunk(plan.world_size)[ranks().rank].view(plan.accumulation, plan.micro_batch_size, -1)
-        curve.append(float(train_step(engine, batch, plan, 0.0)) / plan.tokens_per_step)
-    # tensors would be sent as shared memory
-    arrays = {name: weight.numpy() for name, weight in engine.weights().items()}
-    engine.destroy()
-    return curve, arrays
+from .synthetic import updates
 
 
 def all_updates(runs: list[list[str]]) -> list[tuple[list[float], dict[str, np.ndarray]]]:
-    """Return `updates` of each run, with matrices orthogonalized in fp32.
+    """Return the losses and the weights of each run, with matrices orthogonalized in fp32.
 
     In bf16, a difference in the last bit of a gradient becomes one of about a percent of an update.
     """
+    results = []
     with mock.patch("depthlm.optimizers.muon.DTYPE", torch.float32):
-        return [updates(overrides) for overrides in runs]
+        for overrides in runs:
+            curve, engine = updates(overrides, 4)
+            # tensors would be sent as shared memory
+            results.append((curve, {name: weight.numpy() for name, weight in engine.weights().items()}))
+            engine.destroy()
+    return results
 
 
 @pytest.mark.slow

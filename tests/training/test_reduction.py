@@ -12,11 +12,10 @@ from torch import nn
 import depthlm
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
-from depthlm.training.engine import Engine, build_engine
+from depthlm.training.engine import Engine
 from depthlm.training.engine.reduction import buckets_of
-from depthlm.training.plan import make_plan
 
-from .synthetic import synthetic_tokens
+from .synthetic import built, synthetic_tokens
 
 DEEPSPEED_REDUCES = mock.patch("depthlm.training.engine.deepspeed.reducer_of", return_value=None)
 # two micro-batches per step, and several buckets
@@ -24,15 +23,10 @@ SMALL = ("deepspeed=zero0", "deepspeed.reduce_bucket_size=20000", "training.micr
 
 
 def start(overrides: list[str], prepare: Callable[[nn.Module], Any] = lambda _: None) -> tuple[Any, torch.Tensor]:
-    """Return an engine, and this rank's tokens [2, accumulation, micro_batch, T + 1] of two steps.
-
-    prepare: changes the model before the engine is built.
-    """
-    config = depthlm.compose(overrides)
-    plan, model = make_plan(config, ranks()), depthlm.build_model(config)
-    prepare(model)
+    """Return an engine, and this rank's tokens [2, accumulation, micro_batch, T + 1] of two steps."""
+    config, plan, engine = built(overrides, prepare)
     own = synthetic_tokens(config, 2).unflatten(1, (plan.world_size, plan.accumulation, plan.micro_batch_size))
-    return build_engine(config, plan, model), own[:, ranks().rank]
+    return engine, own[:, ranks().rank]
 
 
 def backward(engine: Engine, tokens: torch.Tensor) -> None:
