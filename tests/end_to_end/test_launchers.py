@@ -46,6 +46,7 @@ def test_deepspeeds_launcher_starts_two_ranks(small_run, tmp_path):
     assert rows(tmp_path / "run").keys() == {1, 2}
 
 
+@pytest.mark.slow
 def test_srun_starts_two_ranks_that_find_each_other(small_run, tmp_path, forks):
     job = {
         "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0",
