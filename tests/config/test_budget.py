@@ -14,7 +14,7 @@ MINE = "experiment=depth_attention/mixing_rule"
 
 
 def of(*overrides: str) -> Config:
-    return compose_anywhere([MINE, *overrides])
+    return compose_anywhere([MINE, *overrides, "output_dir=any"])
 
 
 def test_the_paper_budget_changes_nothing() -> None:

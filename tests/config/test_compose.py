@@ -14,7 +14,6 @@ from depthlm.commands.train import read_command_line
 from depthlm.config import ConfigError, compose_anywhere, run_steps, warmup_steps
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf, open_names
 from depthlm.config.keys import keys
-from depthlm.counts import parse_count
 from depthlm.errors import UserError
 from depthlm.locations import CONF, REPOSITORY
 
@@ -44,7 +43,7 @@ def test_every_option_of_every_group_composes(groups: tuple[str, ...], rest: str
         pytest.importorskip("pytorch_optimizer")
     for number in range(max(len(options(group)) for group in groups)):
         chosen = {group: options(group)[number % len(options(group))] for group in groups}
-        config = compose_anywhere([*(f"{group}={name}" for group, name in chosen.items()), rest])
+        config = compose_anywhere([*(f"{group}={name}" for group, name in chosen.items()), rest, "output_dir=any"])
         for group, name in chosen.items():
             if group not in ("deepspeed", "tracker") and name != "auto":
                 assert getattr(config, group).name == name
@@ -61,14 +60,6 @@ def test_the_vocabulary_size_is_the_larger_of_size_and_tokenizer() -> None:
     assert depthlm.compose(["size.vocab_size=60000"]).size.vocab_size == 60000
 
 
-def test_parse_count_accepts_integers_and_suffixes() -> None:
-    accepted = {"10": 10, 10: 10, "10B": 10**10, "1.5M": 1_500_000, "2_000": 2000, "3k": 3000}
-    assert {text: parse_count(text) for text in accepted} == accepted
-    for text in ("", "B", "1.5", True, "ten", "1.5.5M"):
-        with pytest.raises(ValueError, match=r".*"):
-            parse_count(text)
-
-
 def test_an_alternative_length_or_batch_replaces_the_default() -> None:
     assert depthlm.compose(["training.batch_tokens=4096", "training.sequence_length=128"]).training.batch_size == 32
     assert depthlm.compose(["training.max_steps=10k"]).training.max_steps == 10_000
@@ -78,14 +69,6 @@ def test_an_alternative_length_or_batch_replaces_the_default() -> None:
     config = depthlm.compose(["schedule.warmup_steps=7"])
     assert config.schedule.warmup_ratio is None
     assert warmup_steps(config, 100) == 7
-
-
-def test_the_width_need_not_equal_heads_times_head_size() -> None:
-    for width in (771, 1111):
-        model = depthlm.build_model(
-            depthlm.compose(["backbone=lm1b", "size=lm1b", f"size.hidden_size={width}"]), "meta"
-        )
-        assert model.head.weight.shape == (29994, width)
 
 
 def test_a_single_text_is_not_read_letter_by_letter() -> None:
@@ -162,7 +145,7 @@ def test_help_names_every_group_and_key(capsys: pytest.CaptureFixture[str]) -> N
     ],
 )
 def test_a_mechanism_is_named_after_its_parts(overrides: list[str], name: str) -> None:
-    assert compose_anywhere(overrides).model.name == name
+    assert compose_anywhere([*overrides, "output_dir=any"]).model.name == name
 
 
 @pytest.mark.parametrize(
@@ -192,7 +175,7 @@ def test_composing_the_groups_once_gives_what_hydra_gives(overrides: list[str], 
             OmegaConf.update(raw, "seed", 9)
 
 
-@pytest.mark.parametrize("override", ["seeds=3", "size=none", "seed=1,2", "~seeds", "size@x=tiny", "+seed=1"])
+@pytest.mark.parametrize("override", ["seeds=3", "size=none", "~seeds", "+seed=1"])
 def test_what_hydra_refuses_is_refused_when_the_groups_are_composed_once(override: str) -> None:
     with hydra_at_conf():
         with pytest.raises(HydraException) as expected:

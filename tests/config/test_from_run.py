@@ -88,10 +88,8 @@ def test_overrides_have_the_same_effect_on_a_run_as_from_scratch() -> None:
     save(BASE, *own)
     for overrides in (
         ("model=dca", "optimizer.lr=0.002", "seed=7"),
-        ("model/attention=moda", "optimizer=muon"),
         ("model=moda", "model/connection=mhc", "model.loops=2", "training.max_tokens=1M"),
         ("schedule=wsd", "schedule.decay_ratio=0.3", "data=local", "data.source=texts"),
-        ("model/connection=attention_residuals", "model.connection.block_size=2"),
         MIXTURE,
     ):
         assert without_place(from_run(*overrides)) == without_place(compose_anywhere([*own, *overrides])), overrides
@@ -166,7 +164,6 @@ def test_a_run_that_derives_from_one_with_the_usual_name_has_the_name_of_a_direc
     local = ("data=local", f"data.source={tmp_path}/texts")
     for overrides, direct in (
         (("optimizer.lr=3e-3",), (model, "seed=2", data, steps)),
-        (("optimizer.lr=2e-3", "seed=1"), (model, data, steps, "optimizer.lr=2e-3")),
         (("optimizer=muon",), (model, "seed=2", data, steps, "optimizer=muon")),
         (("training.max_tokens=2M",), (model, "seed=2", data, rate, "training.max_tokens=2M")),
         (local, (model, "seed=2", steps, rate, *local)),
@@ -176,11 +173,6 @@ def test_a_run_that_derives_from_one_with_the_usual_name_has_the_name_of_a_direc
     # keys of the option that another one replaces, and parts that another machine or a budget chooses
     for own, overrides, name in (
         (("optimizer=muon", "optimizer.lr=0.5", "schedule=wsd"), ("optimizer=adamw",), "vanilla-micro-seed1-wsd"),
-        (
-            ("optimizer=muon", "schedule=wsd", "schedule.decay_ratio=0.3"),
-            ("schedule=wsd",),
-            "vanilla-micro-seed1-muon-wsd",
-        ),
         (("budget=smoke",), ("optimizer.lr=0.5", "deepspeed=zero0"), "vanilla-micro-seed1-lr0.5-smoke"),
     ):
         origin = str(compose_anywhere(["size=micro", *own]).output_dir)
@@ -208,25 +200,11 @@ def test_a_run_that_derives_from_a_named_one_does_not_have_its_name() -> None:
     ]
 
 
-@pytest.mark.parametrize("inside", [".", "checkpoints/.."])
-def test_a_run_directory_may_be_given_relative_to_itself(
-    inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_directory_may_be_given_relative_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save("runs/mine")
     (tmp_path / "runs/mine/checkpoints").mkdir()
     monkeypatch.chdir(tmp_path / "runs/mine")
-    assert from_run("seed=2", run=inside).output_dir == str(tmp_path / "runs/mine-seed2")
-
-
-def test_a_long_run_name_is_shortened() -> None:
-    origin = f"runs/{'long-' * 30}"
-    save(origin)
-    directories = [
-        Path(from_run(*(f"data.validation.v{n}.source=texts" for n in range(count)), run=origin).output_dir or "")
-        for count in (8, 9)
-    ]
-    assert directories[0] != directories[1]
-    assert all(len(directory.name) < 200 and directory.parent == Path("runs") for directory in directories)
+    assert from_run("seed=2", run="checkpoints/..").output_dir == str(tmp_path / "runs/mine-seed2")
 
 
 def test_changes_list_only_settings_that_affect_the_result_and_a_fork_has_a_new_directory() -> None:
@@ -270,12 +248,10 @@ def test_all_mistakes_are_reported_together() -> None:
 def test_an_invalid_value_is_explained() -> None:
     save(BASE, *MIXTURE)
     for override, message in {
-        "size.hidden_size=0": "size.hidden_size=0: must be an integer, at least 1",
         "model.connection.spn=3": "has no such setting",
         "data.sources.a.wight=3": "no such key; did you mean `weight`?",
         "data.sources.a.weight=x": "data.sources.a.weight=x: must be a number, above 0, or null",
         "training.max_steps=null": "the run has no length",
-        "size.num_kv_heads=3": "must divide",
     }.items():
         assert message in "\n".join(mistakes(override))
 
@@ -298,9 +274,7 @@ def test_run_goes_with_no_sweep_and_names_exactly_one_directory() -> None:
     [
         (None, "no run in it"),
         (b"", "it has no keys"),
-        (b"\xff\xfe\x00", "cannot be read"),
         (b"seed: 1\nseed: 2\n", "cannot be read"),
-        (b"seed: ${a", "seed=${a: must be an integer"),
         (b"seed: ${oc.env:HOME}\n", "seed=${oc.env:HOME}: must be an integer"),
         (b"a: &a [1]\nb: *a\n", "cannot be read"),
         (b"[" * 5000, "cannot be read"),

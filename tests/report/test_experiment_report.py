@@ -179,18 +179,6 @@ def test_wide_groups_have_separate_tables_for_ours_the_papers_and_the_difference
     assert row(text, "dca", 6) == [DASH, "9.000", DASH]
 
 
-def test_the_difference_from_the_papers_numbers_needs_its_protocol() -> None:
-    names = [f"task{number}" for number in range(4)]
-    columns = {name: {"title": name, "metric": name, "group": "tasks"} for name in names}
-    of = experiment(points=[{"label": "A", "model": "vanilla", "paper": dict.fromkeys(names, 1.0)}], columns=columns)
-    for budget in ("paper", "smoke"):
-        write_run(directories(of, budget)[0], **dict.fromkeys(names, 1.5))
-    assert "**tasks: ours - the paper's**" in reported(of, "paper")
-    text = reported(of, "smoke")
-    assert "ours - the paper's" not in text
-    assert [row(text, "A", number) for number in (0, 1)] == [["1.500"] * 4, ["1.000"] * 4]
-
-
 def test_the_best_is_marked_for_each_size_separately_where_seeds_separate_it() -> None:
     points = [{"label": label, "model": label, "size": ["micro", "tiny"]} for label in ("vanilla", "dca")]
     of = experiment(points=points, columns=COLUMNS)

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import depthlm
-from depthlm.report import report
 from depthlm.report.figures.loss_curves import (
     MOST_NAMED,
     Line,
@@ -28,7 +26,7 @@ from depthlm.runs.records import read_run
 from depthlm.sweeps.point import Point
 
 from ..pictures import keep_figures
-from .made_up import SECONDS, directories, experiment, is_png, reported, sweep, write_run
+from .made_up import SECONDS, directories, experiment, reported, sweep, write_run
 
 
 def drawn(panels: list[Panel], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[str]]:
@@ -82,22 +80,6 @@ def test_the_mean_of_seeds_is_taken_where_all_have_rows() -> None:
     np.testing.assert_array_equal(losses, [[4.0, 3.0, np.nan], [2.0, 2.0, 1.0]])
 
 
-@pytest.mark.usefixtures("rendered")
-def test_a_sweep_over_sizes_has_a_panel_for_each() -> None:
-    of = experiment(
-        points=[{"label": label, "model": label, "size": ["micro", "tiny"]} for label in ("vanilla", "dca")]
-    )
-    for directory in directories(of, "smoke", ["1", "2"]):
-        write_run(directory)
-    panels = panels_of(sweep(of, "smoke", ["1", "2"]))
-    assert [panel.title.partition(": ")[0] for panel in panels] == ["micro", "tiny"]
-    assert [[(curve.name, len(curve.runs)) for curve in panel.curves] for panel in panels] == [
-        [("vanilla", 2), ("dca", 2)]
-    ] * 2
-    assert "bands: from the lowest to the highest" in reported(of, "smoke", ["1", "2"])
-    assert is_png("loss_curves.png")
-
-
 BOTH = {"model": ["vanilla", "dca"]}
 SHAPES = [{"size.num_layers": layers, "backbone.norm": norm} for layers, norm in ((2, "pre"), (4, "pre"), (4, "post"))]
 
@@ -106,6 +88,7 @@ SHAPES = [{"size.num_layers": layers, "backbone.norm": norm} for layers, norm in
     ("points", "titles", "names"),
     [
         ([BOTH | {"size.num_layers": [2, 4]}], ["num layers 2", "num layers 4"], ["vanilla", "dca"]),
+        ([BOTH | {"size": ["micro", "tiny"]}], ["micro", "tiny"], ["vanilla", "dca"]),
         # the names of the tasks in the experiment
         (
             [BOTH | {"task": "shallow", "size.num_layers": 2}, BOTH | {"task": "deep", "size.num_layers": 4}],
@@ -151,22 +134,6 @@ def test_seeds_are_drawn_as_their_mean_and_a_band(monkeypatch: pytest.MonkeyPatc
     assert high < first[4]
 
 
-def test_the_range_includes_the_end_of_runs_that_are_shorter_than_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    short = [curve(f"{rows} rows", 3.0, done=rows / 40, failure="no") for rows in (1, 4)]
-    (axes,), _ = drawn([Panel("", [*short, curve("whole", 2.5)])], monkeypatch)
-    low, high = axes.get_ylim()
-    ends = [read(run).end for each in short for run in each.runs]
-    assert all(low < loss < high for _, loss in ends)
-
-
-def test_names_are_as_long_as_their_difference_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [f"mhc, lr 3e-3, data.max_tokens 1M, batch_size 12, max_steps {steps}" for steps in (40, 80)]
-    (axes,), _ = drawn([Panel("", [curve(name, 3.0) for name in [*names, "x" * 60]])], monkeypatch)
-    assert [text.get_text() for text in axes.texts[:2]] == names
-    (axes,), _ = drawn([Panel("", [curve(names[0], 3.0)])], monkeypatch)
-    assert axes.texts[0].get_text() == f"{names[0][:43]}…"
-
-
 def test_titles_of_panels_beside_each_other_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     title = "lr 1e-3: 2 layers of width 64, 369.1K to 394.8K parameters"
     panels, _ = drawn([Panel(title, [curve(f"a{number}", 3.0)]) for number in range(3)], monkeypatch)
@@ -197,20 +164,6 @@ def test_panels_without_losses_are_omitted(monkeypatch: pytest.MonkeyPatch) -> N
     assert draw_loss_curves([empty], Path("loss_curves.png"), "") is None
     panels, _ = drawn([empty, *(Panel(str(number), [curve(f"a{number}", 3.0)]) for number in range(5))], monkeypatch)
     assert [axes.get_title() for axes in panels] == ["0", "1", "2", "3", "4"]
-
-
-def test_runs_of_several_sizes_have_a_panel_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    for size in ("micro", "tiny"):
-        for rate in ("0.1", "0.2"):
-            write_run(
-                f"outputs/model-dca__optimizer.lr-{rate}__size-{size}",
-                config={"size": {"name": size}, "model": {"name": "dca"}, "optimizer": {"lr": float(rate)}},
-            )
-    figures = keep_figures(monkeypatch)
-    report(["runs=outputs/*", "to=report"])
-    assert [axes.get_title() for axes in figures["loss_curves"].axes] == ["micro: 1M parameters", "tiny: 1M parameters"]
-    assert [text.get_text() for text in figures["loss_curves"].axes[0].texts] == ["lr 0.1", "lr 0.2"]
-    assert figures["loss_curves"].texts[-1].get_text() == f"40K tokens, 1 seed, depthlm {depthlm.__version__}"
 
 
 def test_names_are_moved_apart_by_as_little_as_possible() -> None:
@@ -264,17 +217,6 @@ def test_validation_curves_have_a_point_for_each_validation(
     np.testing.assert_allclose(np.log(complete[:, 1]), 3.0 + 2.5 * np.exp(-9 * np.arange(0.25, 1.25, 0.25)))
     np.testing.assert_allclose(incomplete[:, 0], places[:2])
     assert {text.get_text() for text in axes.texts} == {"vanilla", "dca (stopped, step 20)"}
-
-
-def test_long_training_times_are_in_hours(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = experiment(points=[{"label": "vanilla", "model": "vanilla"}], curves=["time"])
-    monkeypatch.setattr("tests.report.made_up.SECONDS", 36_000.0)
-    write_run(directories(of)[0])
-    figures = keep_figures(monkeypatch)
-    reported(of)
-    (axes,) = figures["perplexity_over_time"].axes
-    assert axes.get_xlabel() == "training time (hours)"
-    np.testing.assert_allclose(axes.lines[0].get_xdata(), [2.5, 5.0, 7.5, 10.0])
 
 
 def test_validations_of_seeds_are_averaged_although_they_take_place_at_different_times() -> None:

@@ -14,12 +14,9 @@ from depthlm.report.rows import (
     difference,
     gather,
     measure_column,
-    number,
-    paper,
     pool_deviations,
 )
 from depthlm.report.sweep import Sweep
-from depthlm.runs.records import read_run
 from depthlm.sweeps import Point, sweep_points
 
 from .made_up import write_run
@@ -89,11 +86,6 @@ def test_differences_are_taken_between_runs_of_one_seed() -> None:
     assert difference(other, base, LOSS) == Measured(pytest.approx(-0.1), None, 0)
 
 
-def test_a_value_that_is_not_a_finite_number_is_none() -> None:
-    for value in (None, float("nan"), float("inf"), "3.1", [1]):
-        assert number(read_run(write_run(home("a"), validation_loss=value)), "validation_loss") is None
-
-
 def test_incomplete_and_foreign_files_give_no_validation_number() -> None:
     write_run(home("a"))
     (home("a") / "metrics.jsonl").write_text(
@@ -105,11 +97,6 @@ def test_incomplete_and_foreign_files_give_no_validation_number() -> None:
         assert [logged["step"] for logged in row.runs[0].rows] == [1]
         assert by_seed(row, Column(metric="validation_loss", at=0.5)) == {}
         assert by_seed(row, Column(metric="training_perplexity")) == {}
-
-
-def test_the_papers_null_is_none() -> None:
-    (row,) = gather([Point(["name=a"], paper={"loss": None, "other": 2})])
-    assert (paper(row, "loss"), paper(row, "other"), paper(row, "third")) == (None, 2.0, None)
 
 
 def test_a_row_is_compared_with_the_baseline_of_its_size() -> None:

@@ -10,13 +10,12 @@ from depthlm.config import compose_anywhere
 from depthlm.config.keys import flatten
 from depthlm.errors import UserError
 from depthlm.report import report
-from depthlm.report.runs_report import distinguishing_settings, find_runs, short_names
+from depthlm.report.runs_report import distinguishing_settings, find_runs
 from tests.runs.wandb_file import records
 
-from .made_up import is_png, row, write_run
+from .made_up import row, write_run
 
 
-@pytest.mark.usefixtures("rendered")
 def test_the_report_has_the_numbers_and_differing_settings() -> None:
     write_run("outputs/a/base", 3.0, config={"seed": 1, "optimizer": {"lr": 0.1}, "output_dir": "outputs/a/base"})
     write_run("outputs/b/base", 2.5, config={"seed": 1, "optimizer": {"lr": 0.1}, "model": {"name": "a|b"}})
@@ -34,7 +33,7 @@ def test_the_report_has_the_numbers_and_differing_settings() -> None:
     assert row(text, "optimizer.lr") == ["0.1", "0.1", "0.2"]
     assert row(text, "model.name") == ["vanilla", "a\\|b", "vanilla"]
     assert "output_dir" not in text
-    assert is_png("loss_curves.png")
+    assert Path("report/loss_curves.png").exists()
 
 
 def test_runs_that_differ_only_in_the_seed_form_one_row() -> None:
@@ -74,10 +73,6 @@ def test_runs_of_few_updates_are_called_a_trial(monkeypatch: pytest.MonkeyPatch)
     text = report(["outputs"]).read_text()
     assert "**This tests the commands; its differences mean nothing: the runs have 40 updates and 3 seeds.**" in text
     assert "**2.2000" not in text
-    monkeypatch.setattr("depthlm.report.sweep.FEW_UPDATES", 40)
-    monkeypatch.setattr("depthlm.report.sweep.FEW_OF_ONE_SEED", 1000)
-    assert "This tests the commands" not in report(["outputs"]).read_text()
-    assert "40 updates and 1 seed." in report(["runs=outputs/*1", "to=report"]).read_text()
 
 
 def test_a_copy_of_a_run_does_not_change_the_labels_of_others() -> None:
@@ -94,23 +89,6 @@ def test_a_run_without_a_readable_configuration_is_compared_with_none() -> None:
     text = report(["outputs"]).read_text()
     assert "No readable config.yaml, so not in the table: outputs/broken." in text
     assert "4.0000" not in text
-
-
-def test_a_single_run_and_an_unreadable_configuration() -> None:
-    folder = write_run("outputs/a/base")
-    text = report([f"runs={folder}", "to=report"]).read_text()
-    assert "Settings that differ" not in text
-    (folder / "config.yaml").write_text("a: [")
-    assert row(report([f"runs={folder}", "to=report"]).read_text(), "base")[0] == "1"
-
-
-def test_many_runs_are_split_into_several_tables_and_may_be_named() -> None:
-    for number in range(6):
-        write_run(f"outputs/run-{number}", config={"name": f"try {number}", "optimizer": {"lr": number}})
-    text = report(["runs=outputs/*", "to=report"]).read_text()
-    assert row(text, "optimizer.lr") == ["0", "1", "2", "3"]
-    assert row(text, "optimizer.lr", 1) == ["4", "5"]
-    assert row(text, "try 1")[0] == "1"
 
 
 def test_another_row_may_be_the_baseline(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,14 +130,6 @@ def test_a_path_without_runs_is_an_error_and_a_run_named_twice_is_reported_once(
     assert len(find_runs([str(folder), f" {folder}/", "outputs/b*"])) == 1
 
 
-def test_names_are_as_short_as_possible_and_distinct() -> None:
-    assert short_names([Path("o/a/base"), Path("o/b/base")]) == ["a/base", "b/base"]
-    assert short_names([Path("o/a"), Path("o/b")]) == ["a", "b"]
-    # what cannot be drawn is escaped
-    names = short_names([Path("runs/caf\udce9"), Path("runs/e\x1b[31mvil")])
-    assert names == [r"caf\udce9", r"e\x1b[31mvil"]
-
-
 def test_rows_are_named_by_the_settings_in_which_the_runs_differ() -> None:
     mhc = {"model.name": "mhc", "model.connection.num_streams": 4, "optimizer.lr": 0.1}
     assert distinguishing_settings({"a": mhc, "b": mhc | {"model.name": "dca", "optimizer.lr": 0.2}}) == {
@@ -185,17 +155,6 @@ def test_what_follows_from_a_size_or_an_option_is_not_in_the_name_of_a_row() -> 
     assert labels(["size=micro", "optimizer.lr=1e-3"], ["size=nano_60k"]) == ["micro, lr 1e-3", "nano_60k, lr 0.024"]
     lengths = labels(["training.max_steps=9", "model=mhc"], ["training.max_tokens=1M"])
     assert lengths == ["mhc, max_steps 9", "vanilla, max_tokens 1M"]
-
-
-def test_rows_of_one_seed_each_are_named_by_their_seeds_if_these_differ() -> None:
-    for seed, model in enumerate(("mhc", "vanilla"), 1):
-        write_run(
-            f"outputs/{model}", config={"seed": seed, "model": {"name": model}, "data": {"max_tokens": 10**6 * seed}}
-        )
-    text = report(["outputs"]).read_text()
-    assert row(text, "mhc, data.max_tokens 1M, seed 1")[0] == "1"
-    assert row(text, "vanilla, data.max_tokens 2M, seed 2", 1)[0] == "complete"
-    assert row(text, "data.max_tokens") == ["1M", "2M"]
 
 
 def test_a_project_that_wandb_cannot_have_is_refused() -> None:

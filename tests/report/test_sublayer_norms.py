@@ -21,8 +21,7 @@ def write_norms(directory: str, *factors: float) -> None:
     (Path(directory) / "blocks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_the_last_measurement_is_drawn_over_the_sublayers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_last_measurement_is_drawn_over_the_sublayers(monkeypatch: pytest.MonkeyPatch) -> None:
     of = experiment(points=[{"model": "vanilla"}, {"model": "mhc"}, {"model": "dca"}])
     for directory in directories(of, seeds=["1", "2"]):
         write_run(directory)
@@ -38,8 +37,7 @@ def test_the_last_measurement_is_drawn_over_the_sublayers(tmp_path: Path, monkey
     assert all(len(np.asarray(line.get_ydata())) == 6 for line in gradients.lines)
 
 
-def test_a_report_has_the_figure_or_says_that_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_report_has_the_figure_or_says_that_there_is_none() -> None:
     of = experiment(points=[{"model": "vanilla"}], curves=["depth"])
     (directory,) = directories(of)
     write_run(directory)

@@ -1,10 +1,6 @@
 """Tables in Markdown and on a terminal."""
 
-import io
-
-from rich.console import Console
-
-from depthlm.report.tables import DASH, Cell, Table, markdown, number_text, plain, short_text, show, signed_text
+from depthlm.report.tables import DASH, Cell, Table, markdown, number_text, plain, short_text, signed_text
 
 
 def test_markdown_characters_are_escaped() -> None:
@@ -17,12 +13,6 @@ def test_markdown_characters_are_escaped() -> None:
     assert "\\[link\\] \\`c\\`" in lines[3]
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
     assert plain("hyper_connections _x_") == "hyper_connections \\_x\\_"
-
-
-def test_the_terminal_shows_brackets_literally() -> None:
-    shown = io.StringIO()
-    show(Table(["", "loss"], [[Cell("[a, b]"), Cell("1.0", bold=True)]]), Console(file=shown, width=60))
-    assert "[a, b]" in shown.getvalue()
 
 
 def test_numbers_have_their_decimals_and_sign_or_a_dash() -> None:

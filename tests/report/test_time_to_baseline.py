@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from depthlm.report.rows import measure_column
-from depthlm.report.sweep import with_baseline
 from depthlm.report.tables import DASH, MISSING
 
 from .made_up import directories, experiment, reported, row, sweep, write_run
@@ -86,13 +85,3 @@ def test_a_baseline_whose_last_validation_is_not_finite_has_no_final_loss() -> N
     # a seed that the baseline has not: the mean over its seeds is not finite
     write(directories(OF, seeds=["3"])[2], (10, 2.0))
     assert times(["1", "2", "3"]) == [1.0, 10 / 40, None]
-
-
-def test_another_baseline_has_another_time() -> None:
-    vanilla, dca, _ = directories(OF)
-    write(vanilla, (10, 2.5), (20, 2.0))
-    write(dca, (10, 3.0), (50, 2.5))
-    swept = with_baseline(sweep(OF), "DCA")
-    number = measure_column(swept.rows[0], swept.columns["time"])
-    assert number is not None
-    assert number.mean == 10 / 50
