@@ -67,18 +67,6 @@ def test_own_text_another_folder_and_several_runs(
         np.testing.assert_array_equal(arrays[f"depth_mixing_{number}"], arrays["depth_mixing"])
 
 
-def test_pictures_are_reproducible_and_use_every_token(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, words in (("one", "tokens=64"), ("again", "tokens=64"), ("first", "tokens=32")):
-        inspect(monkeypatch, f"run={trained}", words, f"to={tmp_path / name}")
-    one, again, first = (
-        np.load(tmp_path / name / "arrays.npz")["moda_depth_share"] for name in ("one", "again", "first")
-    )
-    np.testing.assert_array_equal(one, again)
-    assert not np.array_equal(one, first, equal_nan=True)
-
-
 def test_windows_contain_every_token_once() -> None:
     tokens = torch.arange(5 * 1024 + 3)
     batches = windows(tokens, 1024)

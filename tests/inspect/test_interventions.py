@@ -29,8 +29,6 @@ PLAIN, SELF = ("residual", {}), ("self_attention", {})
 SOFTMAX = [
     ("attention_residuals", {"block_size": 1}),
     ("attention_residuals", {"block_size": 3, "values": "normed", "separate_qkv": [1]}),
-    ("attention_residuals", {"block_size": 1, "mixing": "scalars"}),
-    ("attention_residuals", {"block_size": 1, "window": 2}),
     ("attention_residuals_recency", {"block_size": 2}),
     ("depth_qkv", {}),
 ]
@@ -249,14 +247,10 @@ def test_every_mechanism_with_weights_of_sources_has_edges(mechanism: type) -> N
 
 ALL = [
     (("attention_residuals", {"block_size": 3, "values": "normed", "separate_qkv": [1]}), SELF),
-    (("attention_residuals", {"heads": 2, "query": "input_dependent"}), ("moda", {})),
-    (("attention_residuals_recency", {"block_size": 2}), SELF),
-    (("depth_qkv", {}), SELF),
-    (("denseformer", {}), ("depth_attention", {"stride": 1})),
+    (("depth_qkv", {}), ("depth_attention", {"stride": 1})),
     (("dca", {}), SELF),
     (("mudd", {}), ("value_residual", {"weights": "fixed"})),
     (("laurel", {}), ("moda", {"slots": 3})),
-    (("mrla", {}), SELF),
     (("hyper_connections", {"num_streams": 2}), SELF),
     (("mhc", {"num_streams": 2}), ("depth_attention", {"mixing": "uniform"})),
 ]

@@ -42,10 +42,10 @@ def literal(q: Any, k: Any, depth: Any, seen_ts: Any) -> np.ndarray[Any, Any]:
     return found
 
 
-SLOTS, LOOPS = ["model.attention.attn_kv=true", "model.attention.slots=3"], ["model.loops=2"]
+SLOTS = ["model.attention.attn_kv=true", "model.attention.slots=3", "model.loops=2"]
 
 
-@pytest.mark.parametrize(("settings", "end_of_text"), [([], None), (SLOTS, 9), (LOOPS, 9)])
+@pytest.mark.parametrize(("settings", "end_of_text"), [([], None), (SLOTS, 9)])
 def test_maps_equal_a_literal_softmax(build: Build, arrays: Find, settings: list[str], end_of_text: int | None) -> None:
     model = build("model=moda", *settings)
     model.end_of_text = end_of_text

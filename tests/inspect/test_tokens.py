@@ -92,8 +92,6 @@ def test_the_mean_of_the_tokens_is_the_weight_of_the_block_or_the_map_of_the_str
     "overrides",
     [
         ["model=uniform_mix"],
-        ["model=attention_residuals", "model.connection.mixing=scalars"],
-        ["model=grn_v1"],
         ["model=hyper_connections", "model.connection.dynamic=false"],
     ],
     ids=" ".join,

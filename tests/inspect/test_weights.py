@@ -261,16 +261,6 @@ def test_gain_of_hyper_connections_is_that_of_the_ordered_product(build: Build, 
     same(found["hyper_connections_res_composite_gain"][7], [1, 1])
 
 
-def test_mechanisms_with_a_single_source_are_drawn(build: Build, arrays: Find) -> None:
-    model = build("model=depth_attention", "model.attention.sources=relative", "model.attention.stride=4")
-    same(arrays(model)["depth_attention_weights"].mean(-1), np.where(np.eye(4), 1, nan))
-    same(arrays(build("model=mhc", "model.connection.num_streams=1"))["mhc_res_composite_gain"], 1)
-    one = build(
-        "model=attention_residuals", "model.attention.stride=1", "model/attention=depth_attention", "size.num_layers=1"
-    )
-    same(arrays(one)["depth_attention_weights"].mean(-1), [[1]])
-
-
 @pytest.mark.parametrize("connection", sorted(path.stem for path in (CONF / "model/connection").glob("*.yaml")))
 def test_the_sources_of_a_picture_are_not_those_of_the_batch(connection: str) -> None:
     config = composed()
@@ -300,12 +290,3 @@ def test_gates_are_a_curve_over_the_layers(build: Build) -> None:
     for part, first, panel in zip(("attention", "mlp"), (0, 1), picture.draw().axes, strict=True):
         same(picture.arrays[f"highway_gate_{part}"], np.repeat(gates[first::2, None], 16, -1))
         same(panel.lines[0].get_ydata(), gates[first::2])
-
-
-def test_what_acts_on_the_output_of_a_sublayer_is_titled_so(build: Build) -> None:
-    pictures = {picture.name: picture for picture in collect(build("model=mhc"), [TOKENS])[0]}
-    for name, titles in (
-        ("mhc_pre", ["before attention", "before the MLP"]),
-        ("mhc_post", ["after attention", "after the MLP"]),
-    ):
-        assert [axes.get_title() for axes in pictures[name].draw().axes[:2]] == titles

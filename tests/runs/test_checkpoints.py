@@ -97,16 +97,11 @@ def _without_ranks(path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "damage", "words"),
     [
-        ("model.safetensors", _truncate, "model.safetensors is not what was saved"),
         ("model.safetensors", _flip, "is not what was saved"),
         ("model.safetensors", Path.unlink, "is missing"),
         ("deepspeed/mp_rank_00_model_states.pt", _flip, "is not what was saved"),
-        ("deepspeed/mp_rank_00_model_states.pt", Path.unlink, "is missing"),
         ("deepspeed/zero_pp_rank_0_mp_rank_00_optim_states.pt", Path.touch, "is not listed in its manifest.json"),
         ("manifest.json", Path.unlink, r"no readable manifest\.json"),
-        ("manifest.json", _truncate, r"no readable manifest\.json"),
-        ("manifest.json", lambda path: path.write_bytes(b"\xff\xfe"), r"no readable manifest\.json"),
-        ("manifest.json", lambda path: path.write_text("[]"), r"no readable manifest\.json"),
         ("manifest.json", lambda path: path.write_text("{}"), r"no readable manifest\.json"),
         ("manifest.json", _without_ranks, r"manifest\.json lacks world_size"),
         ("manifest.json", _of_another_run, r"belongs to another run \(optimizer\.lr differs\)"),

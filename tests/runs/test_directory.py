@@ -30,9 +30,7 @@ def replace(run: Path) -> None:
     (run / "metrics.jsonl").write_text("of another run")
 
 
-@pytest.mark.parametrize(
-    ("disturb", "when"), [(remove, "train_step"), (replace, "validate"), (replace, "mechanism_diagnostics")]
-)
+@pytest.mark.parametrize(("disturb", "when"), [(remove, "train_step"), (replace, "validate")])
 def test_a_run_whose_directory_goes_away_ends_and_writes_nothing_there(
     small_run: Overrides,
     tmp_path: Path,

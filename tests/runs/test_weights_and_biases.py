@@ -115,18 +115,6 @@ def test_a_call_that_hangs_delays_neither_steps_nor_the_end(
     assert warnings[1:] == [warnings[0].replace("it did not finish within 0 s", "it did not accept the last 3 rows")]
 
 
-def test_a_folder_of_wandb_that_cannot_be_created_is_logged_once(warnings: list[str], tmp_path: Path) -> None:
-    (tmp_path / "wandb").touch()
-    tracker = start(tmp_path, "kept", mode="offline")
-    tracker.write({"step": 1, "loss": 1.0})
-    tracker.close({"loss": 1.0})
-    assert not tracker.services
-    assert tracker.id == "kept"
-    (warning,) = warnings
-    assert warning.startswith("W&B offline failed ([Errno 20] Not a directory: ")
-    assert warning.endswith("; metrics.jsonl is still written")
-
-
 def services() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if child.name() == "wandb-core"]
 
@@ -211,8 +199,8 @@ def test_waiting_for_a_server_that_does_not_answer_is_limited(
     monkeypatch.setattr(Server, "silent", threading.Event())
     if silent:
         Server.silent.set()
-    monkeypatch.setattr(service, "FINISH", 1.0)
-    monkeypatch.setattr(weights_and_biases, "ANSWER", 2)
+    monkeypatch.setattr(service, "FINISH", 0.4)
+    monkeypatch.setattr(weights_and_biases, "ANSWER", 1)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
@@ -225,7 +213,7 @@ def test_waiting_for_a_server_that_does_not_answer_is_limited(
     tracker.close({"loss": 1.0})
     assert time.monotonic() - started < 10
     server.shutdown()
-    expected = "W&B online failed" if silent else "W&B stopped (it did not finish within 1 s)"
+    expected = "W&B online failed" if silent else "W&B stopped (it did not finish within 0 s)"
     assert len(warnings) == 1
     assert warnings[0].startswith(expected)
 
