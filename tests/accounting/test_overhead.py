@@ -51,7 +51,7 @@ TABLE_2 = {
 
 
 @pytest.mark.parametrize("preset", TABLE_2)
-def test_table_2_of_depth_attention(cost: Any, preset: str) -> None:
+def test_table_2_of_depth_attention(cost, preset):
     costs = cost(f"model={preset}", "size=3b")
     flops, io_bytes, prefill = TABLE_2[preset]
     assert costs.flops_per_token == pytest.approx(flops, rel=2e-3)
@@ -61,7 +61,7 @@ def test_table_2_of_depth_attention(cost: Any, preset: str) -> None:
     assert costs.prefill_chunk_bytes * 128 * 1024 == costs.prefill_bytes * PREFILL_CHUNK
 
 
-def test_memory_of_a_prefill_in_chunks_of_attention_residuals(meta: Any) -> None:
+def test_memory_of_a_prefill_in_chunks_of_attention_residuals(meta):
     """Section 4.2 of Attention Residuals: N T d elements, which are 15 GB at 128K tokens and 8 blocks.
 
     The paper's 1.9 GB are an eighth of it on each of eight devices. A chunk of 16K tokens is an eighth as well.
@@ -87,7 +87,7 @@ TABLE_1 = {
 
 
 @pytest.mark.parametrize("preset", TABLE_1)
-def test_table_1_of_attention_residuals(cost: Any, preset: str) -> None:
+def test_table_1_of_attention_residuals(cost, preset):
     printed, formula = TABLE_1[preset]
     # only the maps depend on the width
     for width in (64, 256) if preset == "mhc" else (64,):
@@ -97,7 +97,7 @@ def test_table_1_of_attention_residuals(cost: Any, preset: str) -> None:
         assert abs(costs.two_phase_io - printed) <= 48 / width + 1e-9
 
 
-def test_two_phases_of_other_mechanisms_are_their_reads_alone(cost: Any) -> None:
+def test_two_phases_of_other_mechanisms_are_their_reads_alone(cost):
     shape = "size=micro", "size.num_layers=48", "size.hidden_size=64"
     for preset in ("denseformer", "dca", "depth_attention", "moda"):
         costs = cost(f"model={preset}", *shape)
@@ -122,7 +122,7 @@ def test_two_phases_of_other_mechanisms_are_their_reads_alone(cost: Any) -> None
         ("attention_residuals_recency", ["size.num_layers=12", "model.connection.block_size=3"], 108),
     ],
 )
-def test_sources(meta: Any, preset: str, overrides: list[str], expected: int) -> None:
+def test_sources(meta, preset, overrides, expected):
     model = meta(f"model={preset}", "size=3b", *overrides)
     if preset == "depth_attention":
         assert sum(layer.attention.num_mixed() for layer in model.layers) == expected
@@ -147,14 +147,12 @@ def test_sources(meta: Any, preset: str, overrides: list[str], expected: int) ->
         (["model=dca", "size=lm1b", "backbone=lm1b"], 71_680 + 2 * 6 * 2 * 512),
         (["model=grn_v3", "model.connection.w=shared", "size=lm1b", "backbone=lm1b"], 28 * 512 + 7 * 512),
         (["model/connection=rezero", "size=lm1b"], 12),
-        (["model/connection=highway", "size=lm1b"], 12 * 512 * 513),
-        (["model/connection=depth_dense", "size=lm1b"], 7 * 13 * 512**2),
         # one key/value head for 4 query heads
         (["model/connection=depth_qkv", "size=lm1b", "size.num_kv_heads=2"], 13 * 512**2 * 3 // 2),
         (["model/connection=mrla", "size=lm1b"], 12 * 512 * (2 * 64 + 1)),
     ],
 )
-def test_extra_parameters(cost: Any, overrides: list[str], expected: int) -> None:
+def test_extra_parameters(cost, overrides, expected):
     assert cost(*overrides).parameters == expected
 
 
@@ -175,14 +173,12 @@ def test_extra_parameters(cost: Any, overrides: list[str], expected: int) -> Non
         (["model=dca", "size=lm1b", "backbone=lm1b"], 49.73e6, 5000),
     ],
 )
-def test_parameter_counts_equal_those_of_the_papers(
-    meta: Any, overrides: list[str], expected: float, rounding: float
-) -> None:
+def test_parameter_counts_equal_those_of_the_papers(meta, overrides, expected, rounding):
     total = count_parameters(meta(*(["model=moda"] if "moda" in overrides[0] else []), *overrides))["total"]
     assert abs(total - expected) <= rounding
 
 
-def test_forward_flops_of_modas_depth_keys_and_values(meta: Any) -> None:
+def test_forward_flops_of_modas_depth_keys_and_values(meta):
     """Table 1 of MoDA: 8.01 T and 8.02 T for one sequence of 4096 tokens; 630 = 0 + 1 + ... + 35 pairs of layers."""
     settings = ["size=moda_700m", "backbone=olmo2"]
     vanilla = flops_per_token(meta(*settings), 4096).forward
@@ -201,13 +197,13 @@ def test_forward_flops_of_modas_depth_keys_and_values(meta: Any) -> None:
         ("qwen4_exp", ["rank=8"], 2 * 4 * 64 + 2 * 2 * 8 * 4 * 64),
     ],
 )
-def test_the_final_read_counts_no_write(meta: Any, preset: str, settings: list[str], expected: int) -> None:
+def test_the_final_read_counts_no_write(meta, preset, settings, expected):
     last = meta(f"model={preset}", *(f"model.connection.{setting}" for setting in settings)).connections[-1]
     assert linear_flops(last) + last.cost.flops == expected
 
 
 @pytest.mark.parametrize("loops", [1, 3])
-def test_loops_add_sources(meta: Any, loops: int) -> None:
+def test_loops_add_sources(meta, loops):
     model = meta("model=depth_attention", "size=micro", "size.num_layers=4", f"model.loops={loops}")
     # stride 2: layers 0 to 3 mix 0, 1, 1, 2 sources of their own loop, and themselves in each earlier loop
     expected = sum(n + loop + 1 for loop in range(loops) for n in (0, 1, 1, 2) if n + loop)
@@ -215,9 +211,7 @@ def test_loops_add_sources(meta: Any, loops: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_overhead_table_and_the_mechanisms_page_have_a_row_for_every_mechanism(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_overhead_table_and_the_mechanisms_page_have_a_row_for_every_mechanism(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["depthlm", "summary", "--overhead", "size=3b"])
     main()
     text = capsys.readouterr().out
@@ -231,9 +225,7 @@ def test_the_overhead_table_and_the_mechanisms_page_have_a_row_for_every_mechani
 
 
 @pytest.mark.slow
-def test_the_overhead_table_is_also_written_as_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_overhead_table_is_also_written_as_json(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["depthlm", "summary", "--overhead", "size=micro", "--json"])
     main()
     table = json.loads(capsys.readouterr().out)
@@ -246,9 +238,7 @@ def test_the_overhead_table_is_also_written_as_json(
 
 
 @pytest.mark.slow
-def test_the_overhead_table_and_the_page_count_io_in_two_phases_and_chunks_of_any_size(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_overhead_table_and_the_page_count_io_in_two_phases_and_chunks_of_any_size(monkeypatch, capsys):
     arguments = ["size=3b", "size.num_layers=64", "--overhead", "--io", "two_phase", "--chunk", "16384"]
     monkeypatch.setattr(sys, "argv", ["depthlm", "summary", *arguments])
     main()

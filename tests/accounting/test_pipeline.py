@@ -39,9 +39,8 @@ def values(*overrides: str, **schedule: int) -> tuple[list[float], list[float]]:
     return [x / 2 for x in naive], [x / 2 for x in cached]
 
 
-@pytest.mark.parametrize(("stages", "virtual"), [(2, 1), (4, 2), (2, 4), (4, 4), (8, 4)])
-@pytest.mark.parametrize("blocks", [1, 2])
-def test_formulas_of_attention_residuals(stages: int, virtual: int, blocks: int) -> None:
+@pytest.mark.parametrize(("stages", "virtual", "blocks"), [(2, 1, 1), (4, 2, 2), (2, 4, 1), (8, 4, 2)])
+def test_formulas_of_attention_residuals(stages, virtual, blocks):
     chunks = stages * virtual
     # blocks end where chunks end
     size = 64 // chunks // blocks
@@ -57,7 +56,7 @@ def test_formulas_of_attention_residuals(stages: int, virtual: int, blocks: int)
     assert max(new_blocks) == blocks * D * (stages if virtual > 1 else stages - 1)
 
 
-def test_a_running_sum_is_sent_again() -> None:
+def test_a_running_sum_is_sent_again():
     # blocks of two chunks of 8 sublayers: every second transition is within a block
     naive, cached = values("model=attention_residuals", "model.connection.block_size=16")
     assert [x / D for x in naive] == [2, 2, 3, 3, 4, 4, 5]
@@ -65,16 +64,16 @@ def test_a_running_sum_is_sent_again() -> None:
     assert [x / D for x in cached] == [2, 2, 3, 2, 3, 2, 3]
 
 
-def test_vanilla_sends_the_hidden_state() -> None:
+def test_vanilla_sends_the_hidden_state():
     assert values("model=vanilla") == ([D] * 7, [D] * 7)
 
 
-def test_streams_are_sent_at_every_transition() -> None:
+def test_streams_are_sent_at_every_transition():
     # (n - 1) D beyond vanilla
     assert values("model=mhc") == ([4 * D] * 7, [4 * D] * 7)
 
 
-def test_denseformer_and_dca_send_all_outputs() -> None:
+def test_denseformer_and_dca_send_all_outputs():
     # chunks of 4 layers: the embedding and the outputs, and for denseformer the average after the last one
     naive, cached = values("model=dca")
     assert [x / D for x in naive] == [1 + 4 * chunk for chunk in range(1, 8)]
@@ -85,14 +84,14 @@ def test_denseformer_and_dca_send_all_outputs() -> None:
     assert [x / D for x in cached] == [6, 10, 14, 17, 17, 17, 17]
 
 
-def test_depth_attention_sends_keys_and_values_of_its_anchors() -> None:
+def test_depth_attention_sends_keys_and_values_of_its_anchors():
     # layers 0 and 16 of 32 are anchors; layer 16 begins chunk 4, so stage 1 is the first to receive it
     naive, cached = values("model=depth_attention")
     assert [(x - D) / KV for x in naive] == [1, 1, 1, 1, 2, 2, 2]
     assert [(x - D) / KV for x in cached] == [1, 1, 1, 1, 1, 1, 1]
 
 
-def test_sources_that_no_later_layer_reads_are_not_sent() -> None:
+def test_sources_that_no_later_layer_reads_are_not_sent():
     settings = "model.attention.sources=relative", "model.attention.stride=8"
     naive, _ = values("model=depth_attention", *settings)
     # layer l reads l - 8, l - 16, ...; layers 28 to 31 read those with the remainders 4 to 7
@@ -102,7 +101,7 @@ def test_sources_that_no_later_layer_reads_are_not_sent() -> None:
     assert [(x - D) / KV for x in naive] == [4, 8, 12, 16, 12, 8, 4]
 
 
-def test_moda_sends_its_entries() -> None:
+def test_moda_sends_its_entries():
     # two entries per layer
     naive, cached = values("model=moda")
     assert [(x - D) / KV for x in naive] == [8 * chunk for chunk in range(1, 8)]
@@ -111,7 +110,7 @@ def test_moda_sends_its_entries() -> None:
     assert [(x - D) / KV for x in naive] == [3] * 7
 
 
-def test_shared_keys_and_values_are_sent_to_layers_that_reuse_them() -> None:
+def test_shared_keys_and_values_are_sent_to_layers_that_reuse_them():
     # each odd layer reuses those before it; chunks of 4 layers begin with an even one
     assert values("model=shared_kv")[0] == [D] * 7
     # chunks of 32 / 6 layers begin with layers 5, 10, 16, 21 and 26
@@ -121,7 +120,7 @@ def test_shared_keys_and_values_are_sent_to_layers_that_reuse_them() -> None:
     assert [(x - D) / KV for x in naive] == [0, 0, 0, 1, 1, 1, 1]
 
 
-def test_layers_without_keys_and_values_pass_the_depth_list_on() -> None:
+def test_layers_without_keys_and_values_pass_the_depth_list_on():
     overrides = ["size=kimi_micro", "size.num_layers=8", "backbone=kimi_linear"]
     model = depthlm.build_model(configuration("model=value_residual", *overrides), "meta")
     plain = depthlm.build_model(configuration("model=vanilla", *overrides), "meta")
@@ -131,7 +130,7 @@ def test_layers_without_keys_and_values_pass_the_depth_list_on() -> None:
     assert extra == [0, 0, 0, width, width, width, width]
 
 
-def test_invalid_schedules_are_refused() -> None:
+def test_invalid_schedules_are_refused():
     assert read_schedule(["V=4", "P=8"]) == Schedule(8, 4)
     for words in (["P=8", "P=4"], ["8", "4"], ["P=1", "V=4"], ["P=2", "V=0"], ["P=2", "V=x"]):
         with pytest.raises(UserError, match="must be P=<stages>"):
@@ -141,9 +140,7 @@ def test_invalid_schedules_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_has_the_rows_of_the_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_has_the_rows_of_the_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["depthlm", "summary", "size=3b", "--pipeline", "P=8", "V=4"])
     main()
     lines = (re.split(" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines())
@@ -155,9 +152,7 @@ def test_the_page_has_the_rows_of_the_command(
 
 
 @pytest.mark.slow
-def test_the_command_prints_every_mechanism(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_every_mechanism(monkeypatch, capsys):
     command = ["depthlm", "summary", "size=micro", "size.num_layers=8", "--pipeline", "P=4", "V=2"]
     monkeypatch.setattr(sys, "argv", command)
     main()

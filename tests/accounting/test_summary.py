@@ -10,7 +10,7 @@ import torch
 import depthlm
 from depthlm.__main__ import main
 from depthlm.accounting import count_parameters
-from depthlm.accounting.cost import MEASURED_MFU, flops_per_token, long_run_remark
+from depthlm.accounting.cost import MEASURED_MFU, flops_per_token
 from depthlm.accounting.memory import MemoryEstimator
 from depthlm.accounting.summary import print_summary, summarize
 from depthlm.config import compose_anywhere
@@ -26,7 +26,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     main()
 
 
-def test_json_has_the_documented_fields(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_documented_fields(monkeypatch, capsys):
     run(monkeypatch, "summary", "--json", "model=dca", "size=lm1b", "backbone=lm1b", "training.max_tokens=32B")
     summary = json.loads(capsys.readouterr().out)
     extra = 71_680 + 2 * 6 * 2 * 512
@@ -38,7 +38,7 @@ def test_json_has_the_documented_fields(monkeypatch: pytest.MonkeyPatch, capsys:
     assert summary["tokens"] >= 32 * 10**9
 
 
-def test_gpu_hours_follow_from_the_flops_and_the_stated_assumption(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_hours_follow_from_the_flops_and_the_stated_assumption(capsys):
     config = compose_anywhere(["size=micro", "training.max_tokens=1T", "price=3"])
     model = depthlm.build_model(config, "meta")
     hours = flops_per_token(model, config.training.sequence_length).training * 1e12 / (0.399 * 989e12) / 3600
@@ -54,9 +54,7 @@ def test_gpu_hours_follow_from_the_flops_and_the_stated_assumption(capsys: pytes
     assert "GPU hours" not in printed
 
 
-def test_a_sweep_has_a_line_per_point_and_the_total(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_has_a_line_per_point_and_the_total(monkeypatch, capsys):
     small, length = ["size=micro", "size.num_layers=2"], ["training.max_tokens=100B", "price=2"]
     run(monkeypatch, "summary", *small, "model=vanilla,mudd", *length, "--json")
     costs = json.loads(capsys.readouterr().out)
@@ -71,19 +69,13 @@ def test_a_sweep_has_a_line_per_point_and_the_total(
     assert "at vanilla's: mudd" in printed
 
 
-def test_hours_assume_what_a_gpu_reached() -> None:
+def test_hours_assume_what_a_gpu_reached():
     measured = json.loads((REPOSITORY / "benchmarks/results/gpu-nvidia-h200/mechanisms.json").read_text())["lines"]
     assert {line["preset"]: round(line["mfu"], 3) for line in measured if line["mode"] == "graphs"} == MEASURED_MFU
 
 
-def test_a_run_of_millions_of_steps_gets_a_remark() -> None:
-    assert long_run_remark(configuration("training.max_steps=1M")) == ""
-    remark = long_run_remark(configuration("size=1.5b", "training.max_tokens=50B", "training.batch_size=8"))
-    assert remark.startswith("16,384 tokens a step are few")
-
-
-def test_the_largest_micro_batch_fits_a_gpu_and_one_more_sequence_does_not() -> None:
-    config = configuration("size=360m", "model=mhc", "size.num_layers=1", "training.batch_size=64")
+def test_the_largest_micro_batch_fits_a_gpu_and_what_activation_checkpointing_saves_and_computes_again():
+    config = configuration("size=360m", "size.num_layers=4", "training.batch_size=64")
     summary = summarize(config, 8)
     assert summary["memory_per_gpu"]["zero3"] < summary["memory_per_gpu"]["zero0"]
     estimator = MemoryEstimator(config, "cuda")
@@ -93,11 +85,6 @@ def test_the_largest_micro_batch_fits_a_gpu_and_one_more_sequence_does_not() -> 
             fits, too_large = (estimator.estimate(stage, 8, n).total for n in (size, size + 1))
             assert fits <= 1.01 * float(gb.removesuffix("GB")) * 1e9
             assert too_large > 0.99 * float(gb.removesuffix("GB")) * 1e9
-
-
-def test_what_activation_checkpointing_saves_and_computes_again() -> None:
-    config = configuration("size=360m", "size.num_layers=4", "training.batch_size=64")
-    summary = summarize(config, 8)
     costs = summary["activation_checkpointing"]
     assert list(costs) == ["false", "selective", "2", "true"]
     assert costs["false"]["memory"] == summary["memory_per_gpu"]["zero0"]
@@ -112,7 +99,7 @@ def test_what_activation_checkpointing_saves_and_computes_again() -> None:
     assert again["2"] == again["true"] / 2
 
 
-def test_a_decoder_that_cannot_be_traced_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_that_cannot_be_traced_is_a_user_error(monkeypatch):
     monkeypatch.setattr("depthlm.model.Decoder.forward", lambda *_: torch.zeros(1, device="meta").item())
     with pytest.raises(UserError, match="vanilla cannot be traced"):
         summarize(configuration("size=micro"), 8)
@@ -123,24 +110,19 @@ def test_a_decoder_that_cannot_be_traced_is_a_user_error(monkeypatch: pytest.Mon
     [
         (["--gpus", "0"], "must be at least 1"),
         (["--io", "two_phase"], "options of --overhead"),
-        (["--chunk", "16"], "options of --overhead"),
         (["--overhead", "--chunk", "0"], "must be at least 1"),
         (["--overhead", "--pipeline", "P=2", "V=2"], "not allowed with"),
         (["--overhead", "model=moda"], "leave it out"),
-        (["--overhead", "model/attention=moda"], "leave it out"),
-        (["--overhead", "model.connection.block_size=2"], "leave it out"),
     ],
 )
-def test_options_are_checked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
-) -> None:
+def test_options_are_checked(monkeypatch, capsys, arguments, words):
     with pytest.raises(SystemExit) as caught:
         run(monkeypatch, "summary", *arguments)
     assert caught.value.code == 2
     assert words in capsys.readouterr().err
 
 
-def test_experts_that_cannot_be_spread_over_the_gpus_are_refused() -> None:
+def test_experts_that_cannot_be_spread_over_the_gpus_are_refused():
     config = compose_anywhere(["size=micro", "backbone=qwen3_moe", "deepspeed.experts=4"])
     with pytest.raises(UserError, match=r"deepspeed\.experts=4: must divide --gpus=6"):
         summarize(config, 6)

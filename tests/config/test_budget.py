@@ -17,13 +17,13 @@ def of(*overrides: str) -> Config:
     return compose_anywhere([MINE, *overrides, "output_dir=any"])
 
 
-def test_the_paper_budget_changes_nothing() -> None:
+def test_the_paper_budget_changes_nothing():
     plain, asked = compose_anywhere(FORTY_EIGHT), compose_anywhere([*FORTY_EIGHT, "budget=paper"])
     asked = replace(asked, output_dir=plain.output_dir)
     assert plain == asked
 
 
-def test_smoke_preserves_depth_mechanism_and_heads_and_needs_no_download() -> None:
+def test_smoke_preserves_depth_mechanism_and_heads_and_needs_no_download():
     paper, smoke = of("model=mhc"), of("model=mhc", "budget=smoke")
     assert (smoke.size.num_layers, smoke.model) == (paper.size.num_layers, paper.model)
     assert (smoke.size.num_heads, smoke.size.num_kv_heads) == (paper.size.num_heads, paper.size.num_kv_heads)
@@ -37,13 +37,13 @@ def test_smoke_preserves_depth_mechanism_and_heads_and_needs_no_download() -> No
     assert of("budget=smoke", "training.batch_size=2").training.micro_batch_size is None
 
 
-def test_smoke_divides_experts_but_leaves_a_token_a_choice() -> None:
+def test_smoke_divides_experts_but_leaves_a_token_a_choice():
     size = compose_anywhere(["experiment=attention_residuals/kimi_linear", "budget=smoke"]).size
     assert (size.num_experts, size.experts_per_token, size.expert_size) == (16, 8, 64)
     assert (size.latent_size, size.shared_key_size) == (32, 4)
 
 
-def test_gpu_hour_preserves_the_model_and_reduces_steps_to_its_flops() -> None:
+def test_gpu_hour_preserves_the_model_and_reduces_steps_to_its_flops():
     paper, hour = of(), of("budget=gpu_hour")
     assert (hour.size, hour.data, hour.precision) == (paper.size, paper.data, paper.precision)
     tokens = hour.training.batch_size * hour.training.sequence_length
@@ -65,7 +65,7 @@ def test_gpu_hour_preserves_the_model_and_reduces_steps_to_its_flops() -> None:
     assert hour.training.batch_size % (hour.training.micro_batch_size or 1) == 0
 
 
-def test_the_schedule_keeps_its_shape() -> None:
+def test_the_schedule_keeps_its_shape():
     smoke = of("budget=smoke")
     assert smoke.schedule.warmup_ratio == of().schedule.warmup_ratio
     assert smoke.training.validate_every is not None
@@ -75,7 +75,7 @@ def test_the_schedule_keeps_its_shape() -> None:
         assert warmup_steps(config, steps) == max(1, round(1000 * steps / 500_000))
 
 
-def test_settings_of_the_command_line_are_preserved() -> None:
+def test_settings_of_the_command_line_are_preserved():
     chosen = of("budget=smoke", "training.max_steps=50", "size.hidden_size=64", "data.tokenizer=bpe", "precision=bf16")
     assert run_steps(chosen) == 50
     assert chosen.size.hidden_size == 64
@@ -85,7 +85,7 @@ def test_settings_of_the_command_line_are_preserved() -> None:
     assert (run_steps(longer), longer.schedule.warmup_steps) == (50, 5)
 
 
-def test_a_size_is_shrunk_with_and_without_an_experiment_but_not_its_single_keys() -> None:
+def test_a_size_is_shrunk_with_and_without_an_experiment_but_not_its_single_keys():
     for source in ([], [MINE], ["experiment=depth_attention/scaling"]):
         size = compose_anywhere([*source, "size=1.5b", "budget=smoke", "size.intermediate_size=100"]).size
         assert (size.hidden_size, size.num_layers, size.intermediate_size, size.vocab_size) == (96, 48, 100, 320)
@@ -94,7 +94,7 @@ def test_a_size_is_shrunk_with_and_without_an_experiment_but_not_its_single_keys
     assert compose(point.overrides).size.hidden_size == 4
 
 
-def test_divided_widths_are_even() -> None:
+def test_divided_widths_are_even():
     widths = {960: 64, 1152: 72, 2540: 160, 771: 48, 64: 4, 12: 4}
     assert {width: divide_width(width, 16) for width in widths} == widths
     assert divide_width(771, 1) == 771

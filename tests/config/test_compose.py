@@ -2,7 +2,6 @@
 
 import re
 import shutil
-from pathlib import Path
 
 import hydra
 import pytest
@@ -18,7 +17,7 @@ from depthlm.errors import UserError
 from depthlm.locations import CONF, REPOSITORY
 
 
-def test_the_default_is_vanilla_tiny_on_the_standard_library() -> None:
+def test_the_default_is_vanilla_tiny_on_the_standard_library():
     config = depthlm.compose()
     assert (config.model.name, config.size.name, config.data.name) == ("vanilla", "tiny", "stdlib")
     assert config.output_dir == "outputs/default/vanilla-tiny-seed1"
@@ -38,7 +37,7 @@ def options(group: str) -> list[str]:
         (("precision", "tracker"), "deepspeed=zero1"),
     ],
 )
-def test_every_option_of_every_group_composes(groups: tuple[str, ...], rest: str) -> None:
+def test_every_option_of_every_group_composes(groups, rest):
     if "optimizer" in groups:
         pytest.importorskip("pytorch_optimizer")
     for number in range(max(len(options(group)) for group in groups)):
@@ -49,18 +48,18 @@ def test_every_option_of_every_group_composes(groups: tuple[str, ...], rest: str
                 assert getattr(config, group).name == name
 
 
-def test_every_key_is_documented() -> None:
+def test_every_key_is_documented():
     assert [key.name for key in keys().values() if not key.doc] == []
 
 
-def test_the_vocabulary_size_is_the_larger_of_size_and_tokenizer() -> None:
+def test_the_vocabulary_size_is_the_larger_of_size_and_tokenizer():
     assert depthlm.compose(["size=1.5b"]).size.vocab_size == 50304
     assert depthlm.compose(["size=micro", "data.vocab_size=5000"]).size.vocab_size == 5056
     assert depthlm.compose(["size=micro", "data.tokenizer=bytes"]).size.vocab_size == 512
     assert depthlm.compose(["size.vocab_size=60000"]).size.vocab_size == 60000
 
 
-def test_an_alternative_length_or_batch_replaces_the_default() -> None:
+def test_an_alternative_length_or_batch_replaces_the_default():
     assert depthlm.compose(["training.batch_tokens=4096", "training.sequence_length=128"]).training.batch_size == 32
     assert depthlm.compose(["training.max_steps=10k"]).training.max_steps == 10_000
     config = depthlm.compose(["training.max_tokens=1M", "training.batch_size=4", "training.sequence_length=100"])
@@ -71,12 +70,12 @@ def test_an_alternative_length_or_batch_replaces_the_default() -> None:
     assert warmup_steps(config, 100) == 7
 
 
-def test_a_single_text_is_not_read_letter_by_letter() -> None:
+def test_a_single_text_is_not_read_letter_by_letter():
     with pytest.raises(ConfigError, match=re.escape("must be a list, as in ['size=micro', 'seed=2']")):
         depthlm.compose("size=micro seed=2")
 
 
-def test_flags_may_follow_overrides() -> None:
+def test_flags_may_follow_overrides():
     line = read_command_line(["seed=1,2", "--multirun", "optimizer.lr=0.1", "--config-dir", "mine"])
     assert (line.multirun, line.config_dir, line.overrides) == (True, "mine", ["seed=1,2", "optimizer.lr=0.1"])
     # launchers add arguments
@@ -86,13 +85,13 @@ def test_flags_may_follow_overrides() -> None:
         read_command_line(["seed=1", "--bogus", "optimizer.lr=0.1"])
 
 
-def test_names_that_look_like_numbers_stay_as_they_are_written() -> None:
+def test_names_that_look_like_numbers_stay_as_they_are_written():
     for name, path in (("2024_01_15", "1e5"), ("007", "1_0.50"), ("true", "nan"), ("-3", "-3")):
         config = depthlm.compose([f"output_dir={name}", f"data.path={path}"])
         assert (config.output_dir, config.data.path) == (name, path)
 
 
-def test_a_mechanism_from_config_dir_composes(tmp_path: Path) -> None:
+def test_a_mechanism_from_config_dir_composes(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "mine.yaml").write_text(
@@ -103,7 +102,7 @@ def test_a_mechanism_from_config_dir_composes(tmp_path: Path) -> None:
     assert depthlm.compose(["model=mine"], config_dir=tmp_path).model.name == "other"
 
 
-def test_a_file_of_config_dir_that_hydra_would_not_read_is_named(tmp_path: Path) -> None:
+def test_a_file_of_config_dir_that_hydra_would_not_read_is_named(tmp_path):
     (tmp_path / "size").mkdir()
     # a copy changes nothing
     shutil.copy(CONF / "size/micro.yaml", tmp_path / "size")
@@ -117,13 +116,13 @@ def test_a_file_of_config_dir_that_hydra_would_not_read_is_named(tmp_path: Path)
     assert caught.value.errors == [f"{name}: {reason}" for name in names]
 
 
-def test_composing_inside_a_hydra_application_preserves_its_state() -> None:
+def test_composing_inside_a_hydra_application_preserves_its_state():
     with hydra.initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
         depthlm.compose(["size=micro"])
         assert hydra.compose("config", ["seed=5"]).seed == 5
 
 
-def test_help_names_every_group_and_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_group_and_key(capsys):
     with pytest.raises(SystemExit) as caught:
         read_command_line(["--help"])
     assert caught.value.code == 0
@@ -144,7 +143,7 @@ def test_help_names_every_group_and_key(capsys: pytest.CaptureFixture[str]) -> N
         (["model/connection=mhc", "model.name=mine"], "mine"),
     ],
 )
-def test_a_mechanism_is_named_after_its_parts(overrides: list[str], name: str) -> None:
+def test_a_mechanism_is_named_after_its_parts(overrides, name):
     assert compose_anywhere([*overrides, "output_dir=any"]).model.name == name
 
 
@@ -159,7 +158,7 @@ def test_a_mechanism_is_named_after_its_parts(overrides: list[str], name: str) -
         ["size=mine", "seed=3", "+model.connection.x=1", "+new/group=a"],
     ],
 )  # fmt: skip
-def test_composing_the_groups_once_gives_what_hydra_gives(overrides: list[str], tmp_path: Path) -> None:
+def test_composing_the_groups_once_gives_what_hydra_gives(overrides, tmp_path):
     (tmp_path / "size").mkdir()
     shutil.copy(CONF / "size/micro.yaml", tmp_path / "size/mine.yaml")
     (tmp_path / "new/group").mkdir(parents=True)
@@ -176,7 +175,7 @@ def test_composing_the_groups_once_gives_what_hydra_gives(overrides: list[str], 
 
 
 @pytest.mark.parametrize("override", ["seeds=3", "size=none", "~seeds", "+seed=1"])
-def test_what_hydra_refuses_is_refused_when_the_groups_are_composed_once(override: str) -> None:
+def test_what_hydra_refuses_is_refused_when_the_groups_are_composed_once(override):
     with hydra_at_conf():
         with pytest.raises(HydraException) as expected:
             hydra.compose("config", [override])

@@ -154,7 +154,7 @@ def set_keys(content: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if not name.startswith("depthlm/")])
-def test_what_a_paper_does_not_print_is_assumed(name: str) -> None:
+def test_what_a_paper_does_not_print_is_assumed(name):
     files = files_of(name)
     assumed = next(file["experiment"]["assumed"] for _, file in files if "assumed" in file.get("experiment", {}))
     notes = files[0][1]["experiment"].get("notes", [])
@@ -170,7 +170,7 @@ def test_what_a_paper_does_not_print_is_assumed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", QUICK_FIRST)
-def test_every_point_composes_and_has_the_parameters_of_the_paper_and_the_flops_of_its_budget(name: str) -> None:
+def test_every_point_composes_and_has_the_parameters_of_the_paper_and_the_flops_of_its_budget(name):
     experiment = load_experiment(name)
     assert experiment.title
     assert experiment.source
@@ -205,7 +205,7 @@ def training_flops(config: Config) -> float:
 
 
 @pytest.mark.parametrize("budget", ["smoke", "gpu_hour"])
-def test_a_budget_and_its_keys_compose_the_same(budget: str) -> None:
+def test_a_budget_and_its_keys_compose_the_same(budget):
     name = "depth_attention/mixing_rule"
     point = sweep_points([f"experiment={name}", f"budget={budget}"])[0]
     config = compose_anywhere(point.checkable())
@@ -215,7 +215,7 @@ def test_a_budget_and_its_keys_compose_the_same(budget: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_shapes_of_depth_width_are_on_the_grid_and_have_its_compute() -> None:
+def test_the_shapes_of_depth_width_are_on_the_grid_and_have_its_compute():
     cells = set()
     for config in composed("attention_residuals/depth_width", "paper"):
         size, tokens = config.size, config.training.max_tokens
@@ -231,7 +231,7 @@ def test_the_shapes_of_depth_width_are_on_the_grid_and_have_its_compute() -> Non
 
 
 @pytest.mark.slow
-def test_every_mechanism_takes_a_training_step() -> None:
+def test_every_mechanism_takes_a_training_step():
     for config in deepest(EXPERIMENTS):
         model = depthlm.build_model(config)
         generator = torch.Generator().manual_seed(1)
@@ -246,7 +246,7 @@ def test_every_mechanism_takes_a_training_step() -> None:
         assert all(torch.isfinite(gradient).all() for gradient in gradients), message
 
 
-def test_the_average_by_domain_is_the_mean_of_perplexities_as_printed_in_the_paper_of_moda() -> None:
+def test_the_average_by_domain_is_the_mean_of_perplexities_as_printed_in_the_paper_of_moda():
     experiment = load_experiment("moda/model_size")
     domains = [name for name, column in experiment.columns.items() if column.metric.endswith("/perplexity")]
     assert len(domains) == 10

@@ -69,12 +69,12 @@ MIXTURE = (
     ],
     ids=lambda overrides: " ".join(overrides)[:40],
 )
-def test_without_overrides_the_configuration_is_that_of_the_run(overrides: tuple[str, ...]) -> None:
+def test_without_overrides_the_configuration_is_that_of_the_run(overrides):
     saved = save(BASE, *overrides)
     assert from_run() == saved
 
 
-def test_a_budget_is_not_applied_again() -> None:
+def test_a_budget_is_not_applied_again():
     point = sweep_points(["experiment=dca/related_work", "budget=smoke"])[-1]
     saved = save("outputs/point", *point.checkable())
     assert from_run(run="outputs/point") == saved
@@ -83,7 +83,7 @@ def test_a_budget_is_not_applied_again() -> None:
     assert without_place(longer) == without_place(dataclasses.replace(saved, training=training))
 
 
-def test_overrides_have_the_same_effect_on_a_run_as_from_scratch() -> None:
+def test_overrides_have_the_same_effect_on_a_run_as_from_scratch():
     own = ("size=micro", "data.vocab_size=4096", "training.batch_size=4", "training.sequence_length=64")
     save(BASE, *own)
     for overrides in (
@@ -95,7 +95,7 @@ def test_overrides_have_the_same_effect_on_a_run_as_from_scratch() -> None:
         assert without_place(from_run(*overrides)) == without_place(compose_anywhere([*own, *overrides])), overrides
 
 
-def test_an_override_of_a_mixture_changes_only_its_key() -> None:
+def test_an_override_of_a_mixture_changes_only_its_key():
     saved = save(BASE, *MIXTURE)
     config = from_run("data.sources.a.weight=3", "data.validation.w.source=texts")
     assert (config.data.sources["a"].weight, config.data.sources["a"].source) == (3.0, "texts")
@@ -104,13 +104,13 @@ def test_an_override_of_a_mixture_changes_only_its_key() -> None:
 
 
 @pytest.mark.parametrize("override", ["training.batch_size=8", "training.batch_tokens=4096"])
-def test_batch_size_and_batch_tokens_replace_each_other(override: str) -> None:
+def test_batch_size_and_batch_tokens_replace_each_other(override):
     save(BASE, "training.batch_tokens=65536", "training.sequence_length=512")
     assert from_run(override).training.batch_size == 8
     assert from_run("training.sequence_length=1024").training.batch_size == 64
 
 
-def test_settings_of_a_single_invocation_are_not_inherited() -> None:
+def test_settings_of_a_single_invocation_are_not_inherited():
     save(
         BASE, "resume=never", "dry_run=true", "training.max_steps=9", "training.stop_after=3", "training.profile=true",
         "training.log_every=4", "training.keep_last=7",
@@ -122,7 +122,7 @@ def test_settings_of_a_single_invocation_are_not_inherited() -> None:
     assert (config.training.log_every, config.training.keep_last, config.output_dir) == (4, 7, BASE)
 
 
-def test_overrides_that_affect_the_result_give_a_new_run_directory() -> None:
+def test_overrides_that_affect_the_result_give_a_new_run_directory():
     save(BASE)
     for text, directory in {
         "training.log_every=3 tracker=[wandb,tensorboard] resume=never": BASE,
@@ -143,7 +143,7 @@ def test_overrides_that_affect_the_result_give_a_new_run_directory() -> None:
         assert from_run(*text.split()).output_dir == directory, text
 
 
-def test_the_name_of_a_derived_run_begins_with_that_of_its_origin() -> None:
+def test_the_name_of_a_derived_run_begins_with_that_of_its_origin():
     save("runs/mine")
     assert from_run("seed=2", run="runs/mine/").output_dir == "runs/mine-seed2"
     assert from_run("model=mhc", "optimizer.lr=0.1", run="runs/mine").output_dir == "runs/mine-mhc-lr0.1"
@@ -157,7 +157,7 @@ def test_the_name_of_a_derived_run_begins_with_that_of_its_origin() -> None:
     assert from_run("seed=3", "optimizer.lr=0.5", run="runs/fast").output_dir == "runs/fast-seed3"
 
 
-def test_a_run_that_derives_from_one_with_the_usual_name_has_the_name_of_a_direct_command(tmp_path: Path) -> None:
+def test_a_run_that_derives_from_one_with_the_usual_name_has_the_name_of_a_direct_command(tmp_path):
     run = "outputs/default/mhc-micro-seed2-lr1e-3-data.max_tokens1M-max_steps40"
     model, data, steps, rate = "model=mhc", "data.max_tokens=1M", "training.max_steps=40", "optimizer.lr=1e-3"
     save(run, model, "size=micro", "seed=2", data, steps, rate)
@@ -180,34 +180,14 @@ def test_a_run_that_derives_from_one_with_the_usual_name_has_the_name_of_a_direc
         assert from_run(*overrides, run=origin).output_dir == f"outputs/default/{name}"
 
 
-def test_a_derived_run_that_no_direct_command_composes_is_named_by_its_origin() -> None:
-    save(BASE)
-    # the run has the rate and the length of its own size
-    assert from_run("size=micro").output_dir == f"{BASE}-micro"
-    save("runs/mine", "name=mine", "optimizer.lr=1e-3")
-    assert from_run("optimizer.lr=3e-3", run="runs/mine").output_dir == "runs/mine-lr3e-3"
-
-
-def test_a_run_that_derives_from_a_named_one_does_not_have_its_name() -> None:
-    save("runs/mine", "name=mine")
-    same, other, named = (
-        from_run(*overrides, run="runs/mine") for overrides in ((), ("seed=2",), ("seed=2", "name=other"))
-    )
-    assert [(run.name, run.output_dir) for run in (same, other, named)] == [
-        ("mine", "runs/mine"),
-        (None, "runs/mine-seed2"),
-        ("other", "runs/other"),
-    ]
-
-
-def test_a_run_directory_may_be_given_relative_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_directory_may_be_given_relative_to_itself(tmp_path, monkeypatch):
     save("runs/mine")
     (tmp_path / "runs/mine/checkpoints").mkdir()
     monkeypatch.chdir(tmp_path / "runs/mine")
     assert from_run("seed=2", run="checkpoints/..").output_dir == str(tmp_path / "runs/mine-seed2")
 
 
-def test_changes_list_only_settings_that_affect_the_result_and_a_fork_has_a_new_directory() -> None:
+def test_changes_list_only_settings_that_affect_the_result_and_a_fork_has_a_new_directory():
     save(BASE, "training.max_steps=600")
     run = Path(BASE)
     assert changes(run, from_run("seed=2", "training.log_every=1", "kernels=torch")) == {
@@ -220,7 +200,7 @@ def test_changes_list_only_settings_that_affect_the_result_and_a_fork_has_a_new_
     assert forked.output_dir != BASE
 
 
-def test_all_mistakes_are_reported_together() -> None:
+def test_all_mistakes_are_reported_together():
     save(BASE)
     given = {
         "budget=smoke": "budget=smoke: not with run=",
@@ -245,7 +225,7 @@ def test_all_mistakes_are_reported_together() -> None:
     assert missing == {"data.sources.a.weight=x: "}
 
 
-def test_an_invalid_value_is_explained() -> None:
+def test_an_invalid_value_is_explained():
     save(BASE, *MIXTURE)
     for override, message in {
         "model.connection.spn=3": "has no such setting",
@@ -256,7 +236,7 @@ def test_an_invalid_value_is_explained() -> None:
         assert message in "\n".join(mistakes(override))
 
 
-def test_run_goes_with_no_sweep_and_names_exactly_one_directory() -> None:
+def test_run_goes_with_no_sweep_and_names_exactly_one_directory():
     save(BASE)
     with pytest.raises(ConfigError, match="run=: resumes or varies one run"):
         check_points([f"run={BASE}", "seed=1,2"])
@@ -281,7 +261,7 @@ def test_run_goes_with_no_sweep_and_names_exactly_one_directory() -> None:
         (b"of_another_version: 1\n", "of_another_version=1: no such key"),
     ],
 )
-def test_an_invalid_config_file_is_reported(content: bytes | None, message: str) -> None:
+def test_an_invalid_config_file_is_reported(content, message):
     Path("broken").mkdir()
     if content is not None:
         Path("broken/config.yaml").write_bytes(content)
@@ -311,7 +291,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "my_conf"
 
 
-def test_a_mechanism_of_the_user_is_imported_only_if_trusted(mine: str) -> None:
+def test_a_mechanism_of_the_user_is_imported_only_if_trusted(mine):
     for overrides in ([], ["trust=other"], ["trust=my_dep"], ["model/attention=moda"], ["seed=2"]):
         with pytest.raises(UserError, match=r"model\.connection is from my_depth\. .* add trust="):
             from_run(*overrides)
@@ -320,21 +300,21 @@ def test_a_mechanism_of_the_user_is_imported_only_if_trusted(mine: str) -> None:
         assert from_run(*overrides).output_dir == BASE
 
 
-def test_a_class_named_on_the_command_line_needs_no_trust(mine: str) -> None:
+def test_a_class_named_on_the_command_line_needs_no_trust(mine):
     assert from_run("model.connection._target_=my_depth.Mine").output_dir == BASE
     assert compose_anywhere([f"run={BASE}", "model/connection=mine"], mine).output_dir == BASE
     assert from_run("model=dca").model.name == "dca"
     assert from_run("model/connection=residual").model.connection["_target_"].startswith("depthlm.")
 
 
-def test_selecting_the_same_part_does_not_rename_the_mechanism() -> None:
+def test_selecting_the_same_part_does_not_rename_the_mechanism():
     save(BASE, "model/connection=mhc", "model/attention=moda")
     assert from_run("model/attention=moda").model.name == "mhc+moda"
     assert from_run("model/attention=moda").output_dir == BASE
     assert from_run("model/attention=depth_attention").model.name == "mhc+moda,attention=depth_attention"
 
 
-def test_a_configuration_in_a_file_is_given_alone_and_is_not_that_of_a_run(tmp_path: Path) -> None:
+def test_a_configuration_in_a_file_is_given_alone_and_is_not_that_of_a_run(tmp_path):
     config = save(BASE, "model=mhc", "optimizer.lr=0.01")
     file = tmp_path / "point.yaml"
     file.write_text(config_text(config))

@@ -29,13 +29,13 @@ PAGE = Path(__file__).parents[2] / "docs/resilience.md"
         ("dry_run", [True, False], [None, "perhaps"]),
     ],
 )
-def test_a_key_allows_what_it_states(name: str, allowed: list[Any], refused: list[Any]) -> None:
+def test_a_key_allows_what_it_states(name, allowed, refused):
     assert [value for value in allowed if not keys()[name].allows(value)] == []
     assert [value for value in refused if keys()[name].allows(value)] == []
 
 
 @given(st.sets(st.sampled_from(["training.max_steps", "training.batch_size", "seed", "optimizer.lr"])))
-def test_all_values_that_are_not_allowed_are_named_at_once(wrong: set[str]) -> None:
+def test_all_values_that_are_not_allowed_are_named_at_once(wrong):
     values: dict[str, Any] = {"training": {"max_steps": 1, "batch_size": 1}, "optimizer": {"lr": 1.0}}
     for name in wrong:
         section, _, key = name.rpartition(".")
@@ -44,12 +44,12 @@ def test_all_values_that_are_not_allowed_are_named_at_once(wrong: set[str]) -> N
 
 
 @given(st.integers(min_value=1, max_value=10**6), st.sampled_from(["", "K", "M", "B", "T"]))
-def test_a_count_is_an_integer_whatever_its_unit(number: int, unit: str) -> None:
+def test_a_count_is_an_integer_whatever_its_unit(number, unit):
     expected = number * 10 ** (3 * " KMBT".index(unit or " "))
     assert validate(Source, {"num_tokens": f"{number}{unit}"}) == (Source(num_tokens=expected), [])
 
 
-def test_a_key_a_group_and_a_name_inside_a_group_have_an_effect_on_resuming() -> None:
+def test_a_key_a_group_and_a_name_inside_a_group_have_an_effect_on_resuming():
     for expected, names in {
         "fixed": ("seed", "model/connection", "model.connection.block_size", "data.sources.web.weight", "no.such.key"),
         "logged": ("training.compile",),
@@ -58,19 +58,19 @@ def test_a_key_a_group_and_a_name_inside_a_group_have_an_effect_on_resuming() ->
         assert {on_resume(name) for name in names} == {expected}
 
 
-def test_the_page_names_every_key_that_may_change_with_a_line_in_the_log() -> None:
+def test_the_page_names_every_key_that_may_change_with_a_line_in_the_log():
     text = PAGE.read_text()
     logged = [name for name in keys() if on_resume(name) == "logged"]
     assert [name for name in logged if name.rpartition(".")[2] not in text] == []
 
 
-def test_runs_of_one_protocol_may_differ_in_mechanism_seed_and_what_does_not_affect_the_result() -> None:
+def test_runs_of_one_protocol_may_differ_in_mechanism_seed_and_what_does_not_affect_the_result():
     apart = ("model.connection.block_size", "seed", "precision.name", "training.log_every", "training.compile")
     assert [name for name in apart if in_protocol(name)] == []
     assert all(map(in_protocol, ("optimizer.lr", "size.hidden_size", "training.batch_size", "data.name")))
 
 
-def test_sources_and_validation_sets_can_be_set_on_the_command_line_and_in_files(tmp_path: Path) -> None:
+def test_sources_and_validation_sets_can_be_set_on_the_command_line_and_in_files(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "own.yaml").write_text(
         "name: own\ntokenizer: bytes\nsources:\n  web: {source: ., weight: 3}\n  code: {path: here, weight: 1}\n"
@@ -82,7 +82,7 @@ def test_sources_and_validation_sets_can_be_set_on_the_command_line_and_in_files
     assert counted.sources["a"].num_tokens == 3 * 10**9
 
 
-def test_a_source_of_a_mixture_can_be_deleted() -> None:
+def test_a_source_of_a_mixture_can_be_deleted():
     names = depthlm.compose(["data=olmo2_mix", "~data.sources.dclm"]).data.sources
     assert list(names) == ["starcoder", "pes2o", "arxiv", "open-web-math", "algebraic-stack", "wiki"]
 
@@ -102,13 +102,13 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("override", MISTAKES)
-def test_a_mistake_in_a_source_is_reported_with_the_allowed_values(override: str) -> None:
+def test_a_mistake_in_a_source_is_reported_with_the_allowed_values(override):
     with pytest.raises(ConfigError) as caught:
         depthlm.compose([*LOCAL, override])
     assert MISTAKES[override] in str(caught.value)
 
 
-def test_only_one_length_of_a_run_is_allowed() -> None:
+def test_only_one_length_of_a_run_is_allowed():
     config = depthlm.compose([*LOCAL, "training.max_epochs=3"])
     assert (config.training.max_steps, config.training.max_tokens, config.training.max_epochs) == (None, None, 3)
     with pytest.raises(ConfigError, match=r"training\.max_steps and training\.max_epochs: both given"):

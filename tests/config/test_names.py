@@ -15,10 +15,7 @@ from depthlm.config.keys import keys
 from depthlm.config.names import (
     LONGEST,
     normal_value,
-    report_name,
     run_name,
-    setting_text,
-    setting_texts,
     short_key,
 )
 from depthlm.config.saved import compare
@@ -57,7 +54,7 @@ def named(*overrides: str) -> str:
         (["training.max_steps=null", "training.max_tokens=1M"], "vanilla-tiny-seed1-max_tokens1M"),
     ],
 )
-def test_a_name_has_mechanism_size_and_seed_and_then_what_differs(overrides: list[str], name: str) -> None:
+def test_a_name_has_mechanism_size_and_seed_and_then_what_differs(overrides, name):
     assert named(*overrides) == named(*overrides[::-1]) == Path(sweep_points(overrides)[0].directory).name
     assert re.sub(r"(?<=-)[0-9a-f]{6}$", "", named(*overrides)) == name
 
@@ -77,7 +74,7 @@ COMMANDS = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for
 
 @settings(max_examples=2)
 @given(st.lists(COMMANDS, min_size=5, max_size=5))
-def test_two_commands_have_one_directory_if_and_only_if_their_runs_are_equal(commands: list[dict[str, str]]) -> None:
+def test_two_commands_have_one_directory_if_and_only_if_their_runs_are_equal(commands):
     runs = [
         compose_anywhere(" ".join(f"{name}={value}" for name, value in command.items()).split()) for command in commands
     ]
@@ -85,14 +82,7 @@ def test_two_commands_have_one_directory_if_and_only_if_their_runs_are_equal(com
         assert (one.output_dir == other.output_dir) == (not compare(asdict(one), asdict(other)))
 
 
-def test_a_report_on_a_choice_has_a_folder_of_its_own() -> None:
-    sweep = ["model=vanilla,mhc", "optimizer.lr=1e-3,2e-3"]
-    assert report_name([*sweep, "experiment.title=Rates"]) == report_name(sweep) == "report-vanilla-mhc-lr1e-3-2e-3"
-    assert report_name([*sweep, "experiment.best_over=optimizer.lr"]) == f"{report_name(sweep)}-best_over-optimizer.lr"
-    assert "/" not in report_name(["model/connection=dca,mhc"])
-
-
-def test_names_that_are_too_long_or_ambiguous_end_in_a_hash() -> None:
+def test_names_that_are_too_long_or_ambiguous_end_in_a_hash():
     here, there = (named("data=local", f"data.source={folder}/texts") for folder in ("/here", "/there"))
     assert here.startswith("vanilla-tiny-seed1-local-source-texts-")
     assert len({here, there}) == 2
@@ -103,14 +93,14 @@ def test_names_that_are_too_long_or_ambiguous_end_in_a_hash() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["0.1", "0.2"]), st.text(max_size=80)), min_size=2, max_size=2, unique=True))
-def test_different_settings_have_different_names(pairs: list[tuple[str, str]]) -> None:
+def test_different_settings_have_different_names(pairs):
     config = compose_anywhere()
     names = {run_name(replace(config, differences={"optimizer.lr": lr, "data.source": source})) for lr, source in pairs}
     assert len(names) == 2
     assert all(len(name) <= LONGEST and "/" not in name and name.isprintable() for name in names)
 
 
-def test_every_key_has_a_short_name_of_its_own() -> None:
+def test_every_key_has_a_short_name_of_its_own():
     short = {short_key(name) for name in keys()}
     assert len(short) == len(keys())
     wanted = {"optimizer.lr": "lr", "training.max_steps": "max_steps", "data.source": "source", "size.lr": "size.lr"}
@@ -118,14 +108,7 @@ def test_every_key_has_a_short_name_of_its_own() -> None:
     assert short_key("model.connection.n") == "connection.n"
 
 
-def test_settings_have_short_texts() -> None:
-    given = {"optimizer": "muon", "optimizer.lr": "1e-3", "data.source": "/a/b/"}
-    assert [setting_text(name, value) for name, value in given.items()] == ["muon", "lr 1e-3", "source b"]
-    same_end = setting_texts("data.source", ["/a/b", "/c/b"])
-    assert same_end == {"/a/b": "source /a/b", "/c/b": "source /c/b"}
-
-
-def test_a_number_has_the_same_text_in_every_spelling() -> None:
+def test_a_number_has_the_same_text_in_every_spelling():
     for text, spellings in {
         "1e-3": ("0.001", "1e-3", "1E-03", "0.0010", "1.0e-3"),
         "0.1": ("0.1", "1e-1", "0.10", ".1"),
@@ -139,7 +122,7 @@ def test_a_number_has_the_same_text_in_every_spelling() -> None:
         assert {normal_value("optimizer.lr", value) for value in spellings} == {text}
 
 
-def test_a_point_is_named_by_what_its_experiment_does_not_have_without_it() -> None:
+def test_a_point_is_named_by_what_its_experiment_does_not_have_without_it():
     points = sweep_points(["experiment=depthlm/sensitivity_rate", "optimizer.betas=[0.9,0.95]"])
     folders = [Path(point.directory).name for point in points]
     assert {"vanilla-nano_160k-seed1-lr0.0085", "vanilla-nano_160k-seed1"} < {*folders}
@@ -147,7 +130,7 @@ def test_a_point_is_named_by_what_its_experiment_does_not_have_without_it() -> N
     assert not any("betas" in folder for folder in folders)
 
 
-def test_a_run_may_be_named() -> None:
+def test_a_run_may_be_named():
     config = depthlm.compose(["name='${model.name}, seed ${seed}'", "model=mhc"])
     assert (config.name, config.output_dir) == ("mhc, seed 1", "outputs/default/mhc, seed 1")
     assert depthlm.compose(["name=mine", "output_dir=there"]).output_dir == "there"

@@ -36,7 +36,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_overrides_compose_the_same_configuration(case: str) -> None:
+def test_the_overrides_compose_the_same_configuration(case):
     given, expected = CASES[case]
     config = compose_anywhere([*SMALL, *given])
     overrides = train_overrides(config)
@@ -48,7 +48,7 @@ def test_the_overrides_compose_the_same_configuration(case: str) -> None:
     assert not [name for name in differing if not name.startswith("budget.")]
 
 
-def test_an_absolute_path_is_not_published() -> None:
+def test_an_absolute_path_is_not_published():
     config = compose_anywhere([*SMALL, "data=local", "data.source=/home/me/secret/text", "init_from=/srv/run"])
     overrides = train_overrides(config)
     assert overrides is not None

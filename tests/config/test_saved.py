@@ -4,7 +4,6 @@ import importlib
 import json
 import re
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from depthlm.optimizers import Optimizer
 from depthlm.runs.directory import check_run_directory
 
 
-def test_only_modules_of_depthlm_and_trusted_ones_are_imported() -> None:
+def test_only_modules_of_depthlm_and_trusted_ones_are_imported():
     check_trusted(
         {
             "model.connection": "depthlm.mechanisms.residual.Residual",
@@ -37,7 +36,7 @@ def test_only_modules_of_depthlm_and_trusted_ones_are_imported() -> None:
         check_trusted({"model.connection": "None"}, (), "run")
 
 
-def test_the_hint_on_trust_works_as_printed() -> None:
+def test_the_hint_on_trust_works_as_printed():
     saved = {"model.connection": "mine.part.A", "model.attention": "theirs.B", "optimizer": "torch.optim.SGD"}
     with pytest.raises(UserError) as refused:
         check_trusted(saved, ["earlier"], "outputs/a")
@@ -53,7 +52,7 @@ def test_the_hint_on_trust_works_as_printed() -> None:
     check_trusted(saved, names or (), "outputs/a")
 
 
-def test_a_run_of_an_older_version_has_the_defaults_of_newer_keys() -> None:
+def test_a_run_of_an_older_version_has_the_defaults_of_newer_keys():
     grn = {"_target_": "depthlm.mechanisms.dca.DeepCrossAttention", "version": 3}
     now = {"size": {"num_experts": 8}, "model": {"connection": {**grn, "own_embedding": True, "last_k": 2}}}
     older = {"size": {}, "model": {"connection": {**grn, "last_k": 2}}}
@@ -68,7 +67,7 @@ def test_a_run_of_an_older_version_has_the_defaults_of_newer_keys() -> None:
     assert list(compare(now, older)) == ["model.connection.own_embedding", "size.num_experts"]
 
 
-def test_a_run_of_an_older_version_has_the_defaults_of_a_newer_section() -> None:
+def test_a_run_of_an_older_version_has_the_defaults_of_a_newer_section():
     now: dict[str, Any] = {"optimizer": asdict(Optimizer())}
     older = {"optimizer": {name: value for name, value in now["optimizer"].items() if name != "groups"}}
     assert compare(older, now) == {}
@@ -99,9 +98,7 @@ class Mine(Residual):
 }
 
 
-def test_changed_code_of_a_class_or_of_what_it_imports_is_another_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_code_of_a_class_or_of_what_it_imports_is_another_run(tmp_path, monkeypatch):
     for name, text in OWN.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -140,7 +137,7 @@ def test_changed_code_of_a_class_or_of_what_it_imports_is_another_run(
     assert compare({"code": {}}, {"code": config.code}) == compare({}, {"code": config.code}) == {}
 
 
-def test_classes_of_installed_packages_have_no_digest_and_none_can_be_given() -> None:
+def test_classes_of_installed_packages_have_no_digest_and_none_can_be_given():
     assert depthlm.compose(["size=micro", "optimizer._target_=torch.optim.SGD"]).code == {}
     with pytest.raises(ConfigError, match=r"code\.a=\.\.\.: is computed; leave it out"):
         depthlm.compose(["size=micro", "+code.a=1"])

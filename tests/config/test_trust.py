@@ -63,7 +63,7 @@ def sign(run: Path, **changes: dict) -> None:
     (run / "config.yaml").write_text(signed_config_text(config))
 
 
-def test_every_text_in_the_schema_is_declared_to_reach_beyond_the_run_or_not() -> None:
+def test_every_text_in_the_schema_is_declared_to_reach_beyond_the_run_or_not():
     free = {
         name
         for name, key in keys().items()
@@ -74,7 +74,7 @@ def test_every_text_in_the_schema_is_declared_to_reach_beyond_the_run_or_not() -
     assert free - outside == HARMLESS | CLASSES | {"data.sources", "data.validation"}
 
 
-def test_the_user_who_trained_a_run_needs_no_trust(run: Path, other_user: Callable[[], None]) -> None:
+def test_the_user_who_trained_a_run_needs_no_trust(run, other_user):
     assert is_own(run)
     assert compose_anywhere([f"run={run}", "optimizer.lr=1e-3"]).tracker.entity == "somebody"
     assert not (run.parent / "other").exists()
@@ -90,9 +90,7 @@ def refused(run: Path, *overrides: str) -> set[str]:
     return {line.strip().removeprefix("- ").partition(":")[0] for line in str(caught.value).splitlines()[1:-1]}
 
 
-def test_what_the_run_of_somebody_else_names_is_refused_until_it_is_given_or_trusted(
-    run: Path, tmp_path: Path, other_user: Callable[[], None]
-) -> None:
+def test_what_the_run_of_somebody_else_names_is_refused_until_it_is_given_or_trusted(run, tmp_path, other_user):
     other_user()
     names = {"data.source", "data.validation.more.source", "tracker.entity", "evaluation.tasks"}
     assert refused(run) == refused(run, "optimizer.lr=1e-3") == refused(run, "trust=torch") == names
@@ -111,7 +109,7 @@ def test_what_the_run_of_somebody_else_names_is_refused_until_it_is_given_or_tru
     assert "you did not train this run" not in str(caught.value)
 
 
-def test_a_signature_holds_for_its_own_text_only(run: Path) -> None:
+def test_a_signature_holds_for_its_own_text_only(run):
     file = run / "config.yaml"
     text = file.read_text()
     head, _, rest = text.partition("\n")
@@ -121,9 +119,7 @@ def test_a_signature_holds_for_its_own_text_only(run: Path) -> None:
         assert not is_own(run)
 
 
-def test_without_a_place_for_the_key_a_run_is_written_without_a_signature(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_place_for_the_key_a_run_is_written_without_a_signature(run, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     saved._key.cache_clear()
@@ -134,13 +130,7 @@ def test_without_a_place_for_the_key_a_run_is_written_without_a_signature(
     assert not is_own(run)
 
 
-def test_evaluate_and_inspect_use_no_place_that_somebody_else_has_named(
-    run: Path,
-    tmp_path: Path,
-    other_user: Callable[[], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_evaluate_and_inspect_use_no_place_that_somebody_else_has_named(run, tmp_path, other_user, monkeypatch, capsys):
     started: list[bool] = []
 
     def start(config: object, *arguments: object) -> object:

@@ -1,7 +1,6 @@
 """The end of text is the wanted token, else the one that a file names, else a special token of a usual name."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from depthlm.data.settings import Data, Source
 
 # ids 0 to 3 are in the model's vocabulary, 4 and 5 are added special tokens, 6 is added and not special
 VOCABULARY = {"</s>": 0, "a": 1, "one": 2, "<unk>": 3}
-Local = Callable[..., Data]
 
 
 def write(folder: Path, special: tuple[str, ...] = ("<|im_end|>", "<|stop|>"), **files: Any) -> Path:
@@ -46,9 +44,7 @@ def write(folder: Path, special: tuple[str, ...] = ("<|im_end|>", "<|stop|>"), *
          "its usual name"),
     ],
 )  # fmt: skip
-def test_the_files_beside_a_tokenizer_name_its_end_of_text(
-    tmp_path: Path, files: dict[str, Any], token: str, source: str
-) -> None:
+def test_the_files_beside_a_tokenizer_name_its_end_of_text(tmp_path, files, token, source):
     tokenizer = Tokenizer.load(write(tmp_path, **files))
     assert (tokenizer.end.token, tokenizer.end.source) == (token, source)
     assert tokenizer.end_of_text == tokenizer.end.id == tokenizer.vocabulary()[token]
@@ -57,7 +53,7 @@ def test_the_files_beside_a_tokenizer_name_its_end_of_text(
     assert Tokenizer.load(tokenizer.save(tmp_path / "saved")).end_of_text == tokenizer.end_of_text
 
 
-def test_an_ordinary_token_is_taken_only_if_it_is_asked_for(tmp_path: Path) -> None:
+def test_an_ordinary_token_is_taken_only_if_it_is_asked_for(tmp_path):
     file = write(tmp_path, special=("<|stop|>",))
     with pytest.raises(
         DataError, match=r"no end-of-text token among the added.*data\.end_of_text.*special tokens: '<\|stop\|>'"
@@ -75,9 +71,7 @@ def test_an_ordinary_token_is_taken_only_if_it_is_asked_for(tmp_path: Path) -> N
     assert Tokenizer.load(file).end == ("</s>", 0, "its usual name")
 
 
-def test_each_document_ends_with_the_wanted_token_and_has_no_other(
-    local: Local, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_document_ends_with_the_wanted_token_and_has_no_other(local, tmp_path, capsys):
     file = str(write(tmp_path / "words"))
     text = tmp_path / "documents.jsonl"
     text.write_text("".join(json.dumps({"text": word}) + "\n" for word in ["one", "</s>", "<|im_end|>", "one"] * 9))

@@ -24,14 +24,12 @@ def written(folder: Path, count: int, shard_tokens: int = 100) -> TokenFiles:
 
 
 @given(n=st.integers(1, 3000), key=KEYS)
-def test_the_permutation_is_a_bijection(n: int, key: int) -> None:
+def test_the_permutation_is_a_bijection(n, key):
     assert sorted(permute(np.arange(n), n, key)) == list(range(n))
 
 
 @given(n=st.integers(2, 2**48), key=KEYS, data=st.data())
-def test_the_permutation_of_a_large_range_is_injective_and_independent_of_the_other_values(
-    n: int, key: int, data: st.DataObject
-) -> None:
+def test_the_permutation_of_a_large_range_is_injective_and_independent_of_the_other_values(n, key, data):
     values = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=50, unique=True)))
     placed = permute(values, n, key)
     assert len(np.unique(placed)) == len(values)
@@ -40,7 +38,7 @@ def test_the_permutation_of_a_large_range_is_injective_and_independent_of_the_ot
     assert placed[-1] == permute(values[-1:], n, key)[0]
 
 
-def test_every_position_is_about_equally_likely_for_every_value() -> None:
+def test_every_position_is_about_equally_likely_for_every_value():
     n, trials = 10, 1000
     counts = np.zeros((n, n))
     for seed in range(trials):
@@ -52,7 +50,7 @@ def test_every_position_is_about_equally_likely_for_every_value() -> None:
 
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), first=st.integers(0, 10**9), count=st.integers(1, 64), n=st.integers(1, 10**6))
-def test_a_sample_is_a_pure_function_of_seed_and_number(seed: int, first: int, count: int, n: int) -> None:
+def test_a_sample_is_a_pure_function_of_seed_and_number(seed, first, count, n):
     numbers = first + np.arange(count)
     whole = sample_windows((seed,), numbers, n)
     alone = [sample_windows((seed,), numbers[i : i + 1], n)[0] for i in reversed(range(count))]
@@ -62,13 +60,13 @@ def test_a_sample_is_a_pure_function_of_seed_and_number(seed: int, first: int, c
 
 
 @given(seed=st.integers(0, 2**32), n=st.integers(1, 60))
-def test_an_epoch_has_every_window_once(seed: int, n: int) -> None:
+def test_an_epoch_has_every_window_once(seed, n):
     order = sample_windows((seed,), np.arange(3 * n), n)
     for epoch in range(3):
         assert sorted(order[epoch * n : (epoch + 1) * n]) == list(range(n))
 
 
-def test_each_epoch_and_seed_has_its_own_order_which_never_changes() -> None:
+def test_each_epoch_and_seed_has_its_own_order_which_never_changes():
     orders = {
         tuple(sample_windows((seed,), epoch * 500 + np.arange(500), 500)) for seed in range(5) for epoch in range(5)
     }
@@ -79,9 +77,7 @@ def test_each_epoch_and_seed_has_its_own_order_which_never_changes() -> None:
 
 @settings(max_examples=25)
 @given(step=st.integers(0, 50), seed=st.integers(0, 9), ranks=st.sampled_from([1, 2, 3, 4, 6, 12]), data=st.data())
-def test_the_global_batch_is_the_same_for_any_ranks_and_micro_batch(
-    tmp_path_factory: pytest.TempPathFactory, step: int, seed: int, ranks: int, data: st.DataObject
-) -> None:
+def test_the_global_batch_is_the_same_for_any_ranks_and_micro_batch(tmp_path_factory, step, seed, ranks, data):
     tokens = written(tmp_path_factory.mktemp("tokens"), 1000)
     common = {"sequence_length": 7, "batch_size": 12, "seed": seed}
     micro = data.draw(st.sampled_from([m for m in range(1, 13) if (12 // ranks) % m == 0]))
@@ -93,7 +89,7 @@ def test_the_global_batch_is_the_same_for_any_ranks_and_micro_batch(
     assert torch.equal(torch.cat(shares).flatten(0, 1), whole[0])
 
 
-def test_every_token_is_a_target_once_in_an_epoch(tmp_path: Path) -> None:
+def test_every_token_is_a_target_once_in_an_epoch(tmp_path):
     batches = Batches({"train": written(tmp_path, 1000)}, sequence_length=9, batch_size=3, seed=0)
     assert batches.num_windows == [111]
     epoch = torch.cat([batches[step] for step in range(37)]).flatten(0, 1)
@@ -101,7 +97,7 @@ def test_every_token_is_a_target_once_in_an_epoch(tmp_path: Path) -> None:
     assert torch.equal(epoch[:, 1:], epoch[:, :-1] + 1)
 
 
-def test_the_windows_of_a_step_include_those_of_all_ranks(tmp_path: Path) -> None:
+def test_the_windows_of_a_step_include_those_of_all_ranks(tmp_path):
     shared = {"sequence_length": 9, "batch_size": 8, "seed": 3}
     for names in (("books",), ("books", "web", "rare")):
         sources = {}
@@ -121,7 +117,7 @@ def test_the_windows_of_a_step_include_those_of_all_ranks(tmp_path: Path) -> Non
                 assert windows == {"books": read.tolist()}
 
 
-def test_the_document_length_counts_what_the_document_mask_lets_tokens_attend_to(tmp_path: Path) -> None:
+def test_the_document_length_counts_what_the_document_mask_lets_tokens_attend_to(tmp_path):
     batches = Batches({"": written(tmp_path, 401)}, sequence_length=40, batch_size=2, seed=0)
     tokens = torch.from_numpy(np.stack([batches[step].numpy() for step in range(5)])).view(10, 41)[:, :-1]
     # one document in most windows, and three of 1, 2 and 37 tokens in one of them
@@ -137,7 +133,7 @@ def test_the_document_length_counts_what_the_document_mask_lets_tokens_attend_to
     assert batches.document_length(999, 10) == 40
 
 
-def test_the_loader_gives_the_steps_in_order_outside_shared_memory(tmp_path: Path) -> None:
+def test_the_loader_gives_the_steps_in_order_outside_shared_memory(tmp_path):
     batches = Batches({"train": written(tmp_path, 1000)}, sequence_length=9, batch_size=4, seed=3, micro_batch=2)
     loaded = list(loader(batches, 5, 12, num_workers=2))
     assert len(loaded) == 7
@@ -146,7 +142,7 @@ def test_the_loader_gives_the_steps_in_order_outside_shared_memory(tmp_path: Pat
     assert not any(batch.is_shared() for batch in loaded)
 
 
-def test_workers_that_cannot_be_started_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_cannot_be_started_are_an_error(tmp_path, monkeypatch):
     def full(_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -156,7 +152,7 @@ def test_workers_that_cannot_be_started_are_an_error(tmp_path: Path, monkeypatch
         loader(batches, 0, 2, num_workers=2)
 
 
-def test_text_shorter_than_a_sequence_and_indivisible_batches_are_errors(tmp_path: Path) -> None:
+def test_text_shorter_than_a_sequence_and_indivisible_batches_are_errors(tmp_path):
     tokens = written(tmp_path, 100)
     assert Batches({"train": tokens}, sequence_length=99, batch_size=1, seed=0).num_windows == [1]
     with pytest.raises(DataError, match="100 training tokens are fewer than one sequence of 100"):
@@ -171,7 +167,7 @@ def test_text_shorter_than_a_sequence_and_indivisible_batches_are_errors(tmp_pat
     unit=st.lists(st.integers(0, 2), min_size=1, max_size=15),
     times=st.integers(0, 6),
 )
-def test_repetitions_of_an_n_gram_are_counted(tokens: list[int], unit: list[int], times: int) -> None:
+def test_repetitions_of_an_n_gram_are_counted(tokens, unit, times):
     text = tokens + unit * times + tokens
     most = max(
         next(
@@ -184,7 +180,7 @@ def test_repetitions_of_an_n_gram_are_counted(tokens: list[int], unit: list[int]
     assert most_repetitions(np.array(text)) == most
 
 
-def test_a_sample_with_many_repetitions_is_ignored_and_no_other(tmp_path: Path) -> None:
+def test_a_sample_with_many_repetitions_is_ignored_and_no_other(tmp_path):
     text = np.arange(401) % 50
     text[120:180] = np.resize([7, 8, 9], 60)
     writer = SplitWriter(tmp_path, "train", "uint16", 1000, 1000)

@@ -26,8 +26,6 @@ from depthlm.data import (
 from depthlm.data.preparation.progress import SplitWriter
 from depthlm.data.settings import Data, Source
 
-Local = Callable[..., Data]
-
 
 @settings(max_examples=40)
 @given(
@@ -36,9 +34,7 @@ Local = Callable[..., Data]
     dtype=st.sampled_from(["uint16", "uint32"]),
     data=st.data(),
 )
-def test_any_range_of_tokens_is_read_across_files(
-    tmp_path_factory: pytest.TempPathFactory, parts: list[list[int]], shard_tokens: int, dtype: str, data: st.DataObject
-) -> None:
+def test_any_range_of_tokens_is_read_across_files(tmp_path_factory, parts, shard_tokens, dtype, data):
     folder = tmp_path_factory.mktemp("tokens")
     writer = SplitWriter(folder, "train", dtype, 100, shard_tokens)
     for part in parts:
@@ -57,7 +53,7 @@ def test_any_range_of_tokens_is_read_across_files(
         tokens.read(start, len(whole) - start + 1)
 
 
-def test_an_id_beyond_the_vocabulary_names_its_file_and_how_to_verify_it(tmp_path: Path) -> None:
+def test_an_id_beyond_the_vocabulary_names_its_file_and_how_to_verify_it(tmp_path):
     writer = SplitWriter(tmp_path, "train", "uint16", 300, 4)
     writer.add(np.array([1, 99, 100, 3, 7, 200], dtype=np.int64), 1, 1)
     tokens = TokenFiles(tmp_path, writer.finish().files, "uint16", vocab_size=200)
@@ -69,7 +65,7 @@ def test_an_id_beyond_the_vocabulary_names_its_file_and_how_to_verify_it(tmp_pat
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_the_files_hold_each_document_of_its_split_followed_by_end_of_text(local: Local, tokenizer: str) -> None:
+def test_the_files_hold_each_document_of_its_split_followed_by_end_of_text(local, tokenizer):
     data = local(tokenizer=tokenizer)
     prepare(data)
     corpus = open_corpus(data)
@@ -87,7 +83,7 @@ def test_the_files_hold_each_document_of_its_split_followed_by_end_of_text(local
         assert split.bytes == sum(len(text.encode()) for text in texts)
 
 
-def test_the_digests_are_those_of_the_files(local: Local) -> None:
+def test_the_digests_are_those_of_the_files(local):
     folder = prepare(local())["local"]
     manifest = Manifest.read(folder)
     listed = {shard.name: shard.sha256 for split in manifest.splits().values() for shard in split.files}
@@ -98,7 +94,7 @@ def test_the_digests_are_those_of_the_files(local: Local) -> None:
     verify(folder)
 
 
-def test_the_unigram_entropy_is_that_of_the_train_tokens(local: Local) -> None:
+def test_the_unigram_entropy_is_that_of_the_train_tokens(local):
     prepare(local())
     corpus = open_corpus(local())
     counts = Counter(corpus.train["local"].read(0, corpus.tokens).tolist())
@@ -107,7 +103,7 @@ def test_the_unigram_entropy_is_that_of_the_train_tokens(local: Local) -> None:
     assert corpus.unigram_entropy == pytest.approx(expected, rel=1e-12)
 
 
-def test_max_tokens_and_fraction_prepare_and_train_on_the_first_tokens(local: Local) -> None:
+def test_max_tokens_and_fraction_prepare_and_train_on_the_first_tokens(local):
     prepare(local())
     prepare(local(max_tokens=400))
     whole, cut = open_corpus(local()), open_corpus(local(max_tokens=400))
@@ -148,7 +144,7 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
 ]
 
 
-def test_opening_damaged_token_files_is_an_error_and_verify_finds_one_flipped_bit(local: Local) -> None:
+def test_opening_damaged_token_files_is_an_error_and_verify_finds_one_flipped_bit(local):
     folder = prepare(local())["local"]
     for name, damage, message in DAMAGES:
         content = (folder / name).read_bytes()
@@ -162,14 +158,14 @@ def test_opening_damaged_token_files_is_an_error_and_verify_finds_one_flipped_bi
         verify(folder)
 
 
-def test_a_vocabulary_above_16_bits_is_stored_as_uint32(local: Local) -> None:
+def test_a_vocabulary_above_16_bits_is_stored_as_uint32(local):
     data = local(vocab_size=70_000)
     assert Manifest.read(prepare(data)["local"]).dtype == "uint32"
     corpus = open_corpus(data)
     assert corpus.train["local"].read(0, 5).max() < corpus.tokenizer.vocab_size
 
 
-def test_the_digest_depends_on_every_source(local: Local, text_folder: Path) -> None:
+def test_the_digest_depends_on_every_source(local, text_folder):
     def digest(**texts: str) -> str:
         for name, text in texts.items():
             (text_folder / f"{name}.txt").write_text(text)
@@ -181,7 +177,7 @@ def test_the_digest_depends_on_every_source(local: Local, text_folder: Path) -> 
     assert len({digest(none=""), digest(part0="new"), digest(part1="newer")}) == 3
 
 
-def test_a_path_may_have_more_tokens_than_requested_but_not_fewer(local: Local) -> None:
+def test_a_path_may_have_more_tokens_than_requested_but_not_fewer(local):
     prepare(local(path="tokens", max_tokens=500))
     assert open_corpus(local(path="tokens", max_tokens=300)).tokens == 300
     for requested in (501, None):
@@ -189,11 +185,3 @@ def test_a_path_may_have_more_tokens_than_requested_but_not_fewer(local: Local) 
             prepare(local(path="tokens", max_tokens=requested))
     # without a source of text, the tokens there are all there are
     assert open_corpus(Data(name="local", path="tokens", max_tokens=10**6)).tokens >= 500
-
-
-def test_sets_of_the_same_name_at_different_paths_are_named_after_their_sources(local: Local) -> None:
-    for path in ("one", "two"):
-        prepare(local(path=path, tokenizer="bytes"))
-    sources = {"a": Source(path="one", weight=1), "b": Source(path="two", weight=1)}
-    corpus = open_corpus(Data(name="mix", sources=sources, validation={"c": Source(path="one")}))
-    assert list(corpus.validation) == ["a", "b", "c"]

@@ -24,9 +24,7 @@ def written(folder: Path, tokens: np.ndarray, shard_tokens: int = 100) -> TokenF
     ("count", "length", "max_tokens"),
     [(101, 10, None), (100, 10, 37), (95, 10, 10**6), (2, 10, None), (11, 10, 2), (12, 10, None), (50, 1, 37)],
 )
-def test_validation_covers_the_split_once_for_any_batch_size(
-    tmp_path: Path, count: int, length: int, max_tokens: int | None
-) -> None:
+def test_validation_covers_the_split_once_for_any_batch_size(tmp_path, count, length, max_tokens):
     tokens = written(tmp_path, np.arange(count))
 
     def rows(micro_batch: int, **share: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +48,7 @@ def test_validation_covers_the_split_once_for_any_batch_size(
     assert len(counts) == 1
 
 
-def test_a_validation_set_of_one_token_is_an_error(tmp_path: Path) -> None:
+def test_a_validation_set_of_one_token_is_an_error(tmp_path):
     with pytest.raises(DataError, match="nothing to predict"):
         next(validation_batches(written(tmp_path, np.arange(10)), 5, 1, 1))
 
@@ -63,13 +61,8 @@ def test_a_validation_set_of_one_token_is_an_error(tmp_path: Path) -> None:
     ranks=st.integers(1, 3),
 )
 def test_a_row_is_a_document_after_the_end_of_the_one_before(
-    tmp_path_factory: pytest.TempPathFactory,
-    lengths: list[int],
-    unfinished: int,
-    longest: int,
-    micro_batch: int,
-    ranks: int,
-) -> None:
+    tmp_path_factory, lengths, unfinished, longest, micro_batch, ranks
+):
     text = [token for n in lengths for token in (*range(10, 10 + n), END)] + [9] * unfinished
     if len(text) < 2:
         text = [9, END]

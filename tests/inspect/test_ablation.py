@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -42,7 +41,7 @@ def changes(model: Decoder, mode: Any = "edges", **settings: Any) -> dict[str, A
     return {name: array for picture in pictures for name, array in picture.arrays.items()}
 
 
-def test_a_mechanism_without_edges_is_refused(build: Build) -> None:
+def test_a_mechanism_without_edges_is_refused(build):
     model = build("model=shared_kv")
     with pytest.raises(UserError, match=r"^ablate=edges: .* has no weights of sources .*: attention_residuals, "):
         ablate(model, BATCHES, "edges")
@@ -50,7 +49,7 @@ def test_a_mechanism_without_edges_is_refused(build: Build) -> None:
         prune(model, BATCHES, 2)
 
 
-def test_arrays_of_edges_are_in_the_place_of_their_weights(build: Build) -> None:
+def test_arrays_of_edges_are_in_the_place_of_their_weights(build):
     model = build("model=attention_residuals", "model.connection.block_size=1", "model/attention=moda")
     arrays = changes(model)
     weight, change = (arrays[f"attention_residuals_ablation_edges_{name}"] for name in ("weight", "change"))
@@ -73,7 +72,7 @@ def test_arrays_of_edges_are_in_the_place_of_their_weights(build: Build) -> None
     assert arrays["moda_ablation_edges_rows"].tolist() == ["layer 1", "layer 2", "layer 3"]
 
 
-def test_a_source_is_removed_from_all_readers(build: Build) -> None:
+def test_a_source_is_removed_from_all_readers(build):
     model = build("model=denseformer")
     arrays = changes(model, "sources")
     assert arrays["denseformer_ablation_sources_sources"].tolist() == [0, 1, 2, 3, 4]
@@ -94,13 +93,13 @@ def test_a_source_is_removed_from_all_readers(build: Build) -> None:
     assert arrays["depth_attention_ablation_tokens_mean"].shape == (3, 4)
 
 
-def test_rank_correlation() -> None:
+def test_rank_correlation():
     first, second = np.random.default_rng(0).normal(size=(2, 20))
     assert correlation(first, second) == pytest.approx(np.corrcoef(rankdata(first), rankdata(second))[0, 1])
     assert np.isnan(correlation(first, np.zeros(20)))
 
 
-def test_an_interrupted_ablation_continues(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_ablation_continues(build, tmp_path, monkeypatch):
     model, file = build("model=attention_residuals"), tmp_path / "unfinished.json"
     monkeypatch.setattr("depthlm.inspect.interventions.PASS", 100)
     reads, _ = record(model, BATCHES)
@@ -133,9 +132,7 @@ def test_an_interrupted_ablation_continues(build: Build, tmp_path: Path, monkeyp
         assert run("b")[1] == all_calls
 
 
-def test_pruning_keeps_the_greedily_chosen_sources(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pruning_keeps_the_greedily_chosen_sources(build, tmp_path, monkeypatch):
     overrides = "model=attention_residuals", "model.connection.block_size=1", "size.num_layers=2"
     model, file, key = build(*overrides), tmp_path / "unfinished.json", {"tokens": "a"}
     connection, attention = factories(composed(*overrides).model)
@@ -175,7 +172,7 @@ def test_pruning_keeps_the_greedily_chosen_sources(
     assert reads == ["final"]
 
 
-def test_a_pruned_model_generates_and_exports(build: Build) -> None:
+def test_a_pruned_model_generates_and_exports(build):
     overrides = "model=attention_residuals", "model/attention=moda"
     complete = build(*overrides)
     kept = {"mlp_2": [[0]], "layer_3": [[0, 2]]}
@@ -197,7 +194,7 @@ def test_a_pruned_model_generates_and_exports(build: Build) -> None:
     torch.testing.assert_close(again(TOKENS).logits, logits)
 
 
-def test_wrong_kept_sources_are_refused() -> None:
+def test_wrong_kept_sources_are_refused():
     with pytest.raises(UserError, match=r"model.kept_sources.mlp_9: no such read; allowed: final, and attention_"):
         depthlm.compose(["model=attention_residuals", "size=micro", "+model.kept_sources.mlp_9=[[0]]"])
     with pytest.raises(UserError, match=r"model.kept_sources: model=vanilla has no sources"):
@@ -205,9 +202,7 @@ def test_wrong_kept_sources_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("rendered")
-def test_command_ablates_and_prunes(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_ablates_and_prunes(trained, tmp_path, monkeypatch, capsys):
     inspect(monkeypatch, f"run={trained}", "ablate=edges", "tokens=96", f"to={tmp_path}/a", "renormalize=false")
     output = capsys.readouterr().out
     assert "96 tokens of the validation set local" in output
@@ -239,9 +234,7 @@ def test_command_ablates_and_prunes(
         needs_repartition(*checkpoint, config, plan=None)  # type: ignore[arg-type]
 
 
-def test_bad_combinations_are_refused(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_combinations_are_refused(trained, monkeypatch, capsys):
     def message(*words: str) -> str:
         return refused(monkeypatch, capsys, f"run={trained}", *words)
 

@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,9 +32,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 
 @pytest.mark.usefixtures("rendered")
-def test_writes_pictures_and_arrays(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_writes_pictures_and_arrays(trained, monkeypatch, capsys):
     inspect(monkeypatch, f"run={trained}", "tokens=100")
     names = {"moda_maps", "moda_depth_share", "moda_depth_total", "attention_residuals_weights"}
     names |= {"depth_mixing", "blocks"}
@@ -52,9 +49,7 @@ def test_writes_pictures_and_arrays(
     np.testing.assert_array_equal(arrays["blocks_mlp_gradient"], [row["mlp_gradient"] for row in rows])
 
 
-def test_own_text_another_folder_and_several_runs(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_own_text_another_folder_and_several_runs(trained, tmp_path, monkeypatch, capsys):
     inspect(monkeypatch, f"run={trained}", "text=the depth of a stream", f"to={tmp_path / 'new' / 'there'}")
     assert "21 tokens of the given text" in capsys.readouterr().out
     folder = tmp_path / "new" / "there"
@@ -67,7 +62,7 @@ def test_own_text_another_folder_and_several_runs(
         np.testing.assert_array_equal(arrays[f"depth_mixing_{number}"], arrays["depth_mixing"])
 
 
-def test_windows_contain_every_token_once() -> None:
+def test_windows_contain_every_token_once():
     tokens = torch.arange(5 * 1024 + 3)
     batches = windows(tokens, 1024)
     assert [tuple(part.shape) for part in batches] == [(2, 1024), (2, 1024), (1, 1024), (1, 3)]
@@ -75,7 +70,7 @@ def test_windows_contain_every_token_once() -> None:
     assert [tuple(part.shape) for part in windows(tokens[:5], 4096)] == [(1, 5)]
 
 
-def test_picture_of_magnitudes_over_training(tmp_path: Path) -> None:
+def test_picture_of_magnitudes_over_training(tmp_path):
     assert sublayer_norm_picture(tmp_path) is None
     (tmp_path / "blocks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS) + '{"step": 11, "att')
     picture = sublayer_norm_picture(tmp_path)
@@ -87,9 +82,7 @@ def test_picture_of_magnitudes_over_training(tmp_path: Path) -> None:
     assert axes[0].lines[-1].get_ydata().tolist() == [1, 20]
 
 
-def test_bad_arguments_are_refused(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_arguments_are_refused(trained, tmp_path, monkeypatch, capsys):
     def message(*words: str) -> str:
         return refused(monkeypatch, capsys, *words)
 
@@ -109,12 +102,8 @@ def test_bad_arguments_are_refused(
 
 
 def test_missing_token_files_and_a_full_disk_are_reported_without_traceback(
-    trained: Path,
-    token_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    trained, token_folder, tmp_path, monkeypatch, capsys
+):
     away = token_folder.rename(token_folder.with_name("away"))
     try:
         assert str(token_folder) in (text := refused(monkeypatch, capsys, f"run={trained}"))

@@ -81,12 +81,12 @@ def softmax(scores: Array) -> Array:
 
 
 @pytest.mark.parametrize("preset", ["uniform_mix", "moda"])
-def test_residual_connections_have_ones_with_any_attention(record: Any, preset: str) -> None:
+def test_residual_connections_have_ones_with_any_attention(record, preset):
     model, _ = record(f"model={preset}")
     same(matrix(model), [np.ones(OUTPUTS)] * OUTPUTS)
 
 
-def test_denseformer_has_products_of_its_averages(record: Any) -> None:
+def test_denseformer_has_products_of_its_averages(record):
     model, _ = record("model=denseformer", "model.connection.period=2", "model.connection.dilation=2")
     x, y, rows = [unit(0)], unit(0), []
     for block in range(1, 5):
@@ -103,7 +103,7 @@ def test_denseformer_has_products_of_its_averages(record: Any) -> None:
     ("block_size", "settings"),
     [(1, []), (3, ["model.connection.mixing=scalars"]), (3, ["model.connection.query=input_dependent"])],
 )
-def test_attention_residuals_have_their_softmax(record: Any, block_size: int, settings: list[str]) -> None:
+def test_attention_residuals_have_their_softmax(record, block_size, settings):
     model, recorder = record("model=attention_residuals", f"model.connection.block_size={block_size}", *settings)
     rows = []
     for connection, state in recorder.reads:
@@ -122,14 +122,14 @@ def test_attention_residuals_have_their_softmax(record: Any, block_size: int, se
     same(matrix(model), rows)
 
 
-def test_rows_of_a_softmax_over_all_outputs_sum_to_one_in_loops(record: Any) -> None:
+def test_rows_of_a_softmax_over_all_outputs_sum_to_one_in_loops(record):
     model, _ = record("model=attention_residuals_full", "model.loops=2", "size.num_layers=2")
     found = matrix(model)
     assert found.shape == (OUTPUTS, OUTPUTS)
     np.testing.assert_allclose(np.nansum(found, axis=1), 1)
 
 
-def test_attention_residuals_with_recency_count_an_output_in_each_snapshot(record: Any) -> None:
+def test_attention_residuals_with_recency_count_an_output_in_each_snapshot(record):
     model, recorder = record("model=attention_residuals_recency", "model.connection.block_size=4")
     rows, snapshots = [], [unit(0)]
     for number, (connection, state) in enumerate(recorder.reads):
@@ -155,7 +155,7 @@ def test_attention_residuals_with_recency_count_an_output_in_each_snapshot(recor
         ["model=grn_v1"],
     ],
 )
-def test_grn_has_the_mean_of_its_gates_over_inputs_tokens_and_channels(record: Any, settings: list[str]) -> None:
+def test_grn_has_the_mean_of_its_gates_over_inputs_tokens_and_channels(record, settings):
     model, recorder = record(*settings)
     rows, stack, inputs = [], [unit(0)], []
     for connection, state in recorder.reads:
@@ -192,7 +192,7 @@ def test_grn_has_the_mean_of_its_gates_over_inputs_tokens_and_channels(record: A
         ("hyper_connections", ["model.connection.dynamic=false", "model.connection.collapse=sum"]),
     ],
 )
-def test_hyper_connections_have_products_of_their_maps(record: Any, preset: str, settings: list[str]) -> None:
+def test_hyper_connections_have_products_of_their_maps(record, preset, settings):
     model, recorder = record(f"model={preset}", *settings)
     *sublayers, (last, last_state) = recorder.reads
     reads_previous = "model.connection.read=previous" in settings
@@ -223,7 +223,7 @@ def test_hyper_connections_have_products_of_their_maps(record: Any, preset: str,
 
 
 @pytest.mark.parametrize("variant", ["pa", "lr", "rw"])
-def test_laurel_has_the_traces_of_its_products(record: Any, variant: str) -> None:
+def test_laurel_has_the_traces_of_its_products(record, variant):
     model, _ = record("model=laurel", f"model.connection.variant={variant}")
     d, rows = model.size.hidden_size, []
     # the D x D matrix of each output in each past x
@@ -248,13 +248,13 @@ def test_laurel_has_the_traces_of_its_products(record: Any, variant: str) -> Non
     same(depth_mixing(model, [TOKENS[:1, :3]])[0], rows)
 
 
-def test_rezero_has_its_weights(record: Any) -> None:
+def test_rezero_has_its_weights(record):
     model, _ = record("model/connection=rezero")
     weights = [1.0, *(float(connection.alpha) for connection in model.connections[:-1])]
     same(matrix(model), [np.where(np.arange(OUTPUTS) <= row, weights, 0) for row in range(OUTPUTS)])
 
 
-def test_highway_has_products_of_its_gates(record: Any) -> None:
+def test_highway_has_products_of_its_gates(record):
     model, recorder = record("model/connection=highway")
     weights, rows = np.zeros((OUTPUTS, *recorder.outputs[0].shape)), []
     weights[0] = 1
@@ -269,7 +269,7 @@ def test_highway_has_products_of_its_gates(record: Any) -> None:
     same(matrix(model), rows)
 
 
-def test_depth_dense_has_the_traces_of_its_matrices(record: Any) -> None:
+def test_depth_dense_has_the_traces_of_its_matrices(record):
     model, _ = record("model/connection=depth_dense")
     d, rows = model.size.hidden_size, np.zeros((OUTPUTS, OUTPUTS))
     for row, connection in enumerate(model.connections):
@@ -278,7 +278,7 @@ def test_depth_dense_has_the_traces_of_its_matrices(record: Any) -> None:
     same(matrix(model), list(rows))
 
 
-def test_depth_qkv_has_the_traces_of_its_weights_times_the_projections_of_values(record: Any) -> None:
+def test_depth_qkv_has_the_traces_of_its_weights_times_the_projections_of_values(record):
     model, _ = record("model/connection=depth_qkv")
     # with one token, the product is the same matrix everywhere
     recorder, token, size = Recorder(), TOKENS[:1, :1], model.size
@@ -299,7 +299,7 @@ def test_depth_qkv_has_the_traces_of_its_weights_times_the_projections_of_values
     same(depth_mixing(model, [token])[0], list(rows))
 
 
-def test_mrla_has_its_gates_times_its_channel_weights(record: Any) -> None:
+def test_mrla_has_its_gates_times_its_channel_weights(record):
     model, recorder = record("model/connection=mrla")
     rows = np.zeros((OUTPUTS, OUTPUTS))
     rows[0, 0] = 1
@@ -327,7 +327,7 @@ def test_mrla_has_its_gates_times_its_channel_weights(record: Any) -> None:
         *(f"model/connection={name}" for name in ("deepnorm", "siamese_norm", "ddl")),
     ],
 )
-def test_a_read_with_given_weights_returns_what_a_read_returns(record: Any, mechanism: str) -> None:
+def test_a_read_with_given_weights_returns_what_a_read_returns(record, mechanism):
     _, recorder = record(*mechanism.split())
     for connection, state in recorder.reads[:-1]:
         # the parameters of this connection alone
@@ -349,7 +349,7 @@ class Highway(Residual):
         return Hidden((1 - carry) * state.h + carry * output_btd)
 
 
-def test_a_matrix_with_derivatives_of_weights_is_reported(build: Build) -> None:
+def test_a_matrix_with_derivatives_of_weights_is_reported(build):
     model = build("model=vanilla").double()
     for connection in model.connections:
         connection.__class__ = Highway
@@ -357,7 +357,7 @@ def test_a_matrix_with_derivatives_of_weights_is_reported(build: Build) -> None:
     assert "Highway defines no weights(state)" in warning
 
 
-def test_matrices_share_one_scale_and_name_their_sublayers() -> None:
+def test_matrices_share_one_scale_and_name_their_sublayers():
     small, large = np.tril(np.full((5, 5), 0.2)), np.tril(np.full((7, 7), -3.0))
     picture = mixing_picture([("one, micro", small), ("other, micro", large)])
     assert list(picture.arrays) == ["depth_mixing", "depth_mixing_2"]

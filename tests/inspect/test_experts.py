@@ -1,7 +1,6 @@
 """The picture of experts over training reads every valid row of experts.jsonl, and no damaged one."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 
@@ -15,7 +14,7 @@ def row(step: int, layers: int = 2, experts: int = 4, **changes: object) -> dict
     return values | changes
 
 
-def test_damaged_rows_are_left_out(tmp_path: Path) -> None:
+def test_damaged_rows_are_left_out(tmp_path):
     damaged: list[object] = [
         row(2, load=[[0.5, 0.5], [1.0]]), row(2, experts=3), row(2, entropy=[1.0]), row(2, bias=None),
         row(2, load="none"), {"step": 2}, [2], row(2) | {"step": "two"}, row(2, entropy=["a", "b"]),
@@ -33,7 +32,7 @@ def test_damaged_rows_are_left_out(tmp_path: Path) -> None:
     assert [line.get_xdata().tolist() for line in bias.lines] == [[1, 3], [1, 3]]
 
 
-def test_routers_without_a_bias_have_an_empty_panel(tmp_path: Path) -> None:
+def test_routers_without_a_bias_have_an_empty_panel(tmp_path):
     (tmp_path / "experts.jsonl").write_text(json.dumps(row(1, bias=[])))
     picture = expert_picture(tmp_path)
     assert picture is not None
@@ -41,7 +40,7 @@ def test_routers_without_a_bias_have_an_empty_panel(tmp_path: Path) -> None:
     assert texts == ["these routers have no bias"]
 
 
-def test_a_run_without_experts_has_no_picture(tmp_path: Path) -> None:
+def test_a_run_without_experts_has_no_picture(tmp_path):
     assert expert_picture(tmp_path) is None
     (tmp_path / "experts.jsonl").write_text("")
     assert expert_picture(tmp_path) is None

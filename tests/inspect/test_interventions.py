@@ -108,7 +108,7 @@ def literal_softmax_without(name: str, target: int, places: dict[int, int]) -> I
 
 
 @pytest.mark.parametrize("connection", SOFTMAX, ids=str)
-def test_without_any_edge_the_softmax_is_over_the_other_sources(connection: Mechanism) -> None:
+def test_without_any_edge_the_softmax_is_over_the_other_sources(connection):
     case = Case(connection)
     edges = case.reads.all_edges()
     # all in one pass, each in a copy of its own, from the embedding on
@@ -128,7 +128,7 @@ def with_zero(case: Case, name: str, *index: int) -> Parameters:
     return {name: parameter}
 
 
-def test_without_an_edge_of_parameters_it_is_the_formula_with_zero() -> None:
+def test_without_an_edge_of_parameters_it_is_the_formula_with_zero():
     case = Case(("denseformer", {}), layers=3)
     case.same(case.without(case.edge("mlp_2", 1)), case.literal(with_zero(case, "connections.5.a", 1)))
     case = Case(("denseformer", {"dilation": 2}), layers=3)
@@ -144,7 +144,7 @@ def test_without_an_edge_of_parameters_it_is_the_formula_with_zero() -> None:
     case.same(case.without(case.edge("layer_1", 0)), case.literal(zero))
 
 
-def test_without_an_edge_of_dca_and_mudd() -> None:
+def test_without_an_edge_of_dca_and_mudd():
     for settings in ({"version": 1}, {"version": 2, "separate_qkv": False}):
         case = Case(("dca", settings))
         panel = 0 if "separate_qkv" in settings else 2
@@ -161,7 +161,7 @@ def test_without_an_edge_of_dca_and_mudd() -> None:
     case.same(case.without(case.edge("attention_1", 1, 2)), case.literal(zero))
 
 
-def test_without_sums_that_are_not_renormalized() -> None:
+def test_without_sums_that_are_not_renormalized():
     case = Case(("attention_residuals", {"block_size": 1, "mixing": "sigmoid"}))
     original, weighted_sum = connections.CONNECTIONS["attention_residuals"], connections.weighted_sum
 
@@ -182,7 +182,7 @@ def test_without_sums_that_are_not_renormalized() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"mixing": "uniform"}, {"mixes": "key_value"}], ids=str)
-def test_depth_attention_without_its_source_is_vanilla(settings: dict[str, Any]) -> None:
+def test_depth_attention_without_its_source_is_vanilla(settings):
     case = Case(attention=("depth_attention", settings))
     found = case.without(case.edge("layer_1", 0))
     case.attention = SELF
@@ -190,7 +190,7 @@ def test_depth_attention_without_its_source_is_vanilla(settings: dict[str, Any])
 
 
 @pytest.mark.parametrize("settings", [{}, {"slots": 2, "attn_kv": True}], ids=str)
-def test_moda_without_an_entry_of_depth(settings: dict[str, Any]) -> None:
+def test_moda_without_an_entry_of_depth(settings):
     case = Case(attention=("moda", settings), layers=3)
     numbers = [case.reads.source(edge) for edge in case.reads.all_edges() if edge.reader.layer == 2]
     assert numbers == ([2, 3] if settings else [0, 1, 2, 3])
@@ -212,7 +212,7 @@ def test_moda_without_an_entry_of_depth(settings: dict[str, Any]) -> None:
         case.same(found, case.literal())
 
 
-def test_the_residual_map_of_streams_as_the_identity() -> None:
+def test_the_residual_map_of_streams_as_the_identity():
     case = Case(("hyper_connections", {"num_streams": 2}))
     parameters = {name: case.parameters[f"connections.1.{name}"].clone() for name in ("static_res", "w")}
     parameters["static_res"][:] = torch.eye(2)
@@ -233,7 +233,7 @@ def test_the_residual_map_of_streams_as_the_identity() -> None:
 
 
 @pytest.mark.parametrize("mechanism", [*mechanisms()], ids=lambda mechanism: mechanism.__name__)
-def test_every_mechanism_with_weights_of_sources_has_edges(mechanism: type) -> None:
+def test_every_mechanism_with_weights_of_sources_has_edges(mechanism):
     part = "connection" if issubclass(mechanism, Connection) else "attention"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CLASSES, "tried", mechanism)
@@ -257,7 +257,7 @@ ALL = [
 
 
 @pytest.mark.parametrize(("connection", "attention"), ALL, ids=str)
-def test_a_pass_from_the_middle_with_copies_equals_separate_passes(connection: Mechanism, attention: Mechanism) -> None:
+def test_a_pass_from_the_middle_with_copies_equals_separate_passes(connection, attention):
     case = Case(connection, attention, layers=3)
     case.model.end_of_text = 3
     reads, baseline = record(case.model, [BATCH])
@@ -278,7 +278,7 @@ def test_a_pass_from_the_middle_with_copies_equals_separate_passes(connection: M
 @pytest.mark.parametrize(
     ("connection", "attention"), [case for case in ALL if case[0][0] != "hyper_connections"], ids=str
 )
-def test_an_edge_of_weight_zero_changes_nothing(connection: Mechanism, attention: Mechanism) -> None:
+def test_an_edge_of_weight_zero_changes_nothing(connection, attention):
     case = Case(connection, attention)
     edges = [edge for edge in case.reads.all_edges() if not case.reads.edges[edge.reader].maps_streams]
     edge = edges[-1]
@@ -292,7 +292,7 @@ def test_an_edge_of_weight_zero_changes_nothing(connection: Mechanism, attention
     assert found == pytest.approx(baseline, rel=1e-14)
 
 
-def test_means_and_permutations_over_tokens() -> None:
+def test_means_and_permutations_over_tokens():
     case = Case(("attention_residuals", {"block_size": 1}))
     other: Batch = tuple(x[:1, :3] for x in BATCH)  # type: ignore[assignment]
     reads, _ = record(case.model, [BATCH, other])
@@ -320,7 +320,7 @@ def test_means_and_permutations_over_tokens() -> None:
         assert abs(expected - case.baseline[0]) > 1e-4
 
 
-def test_means_of_static_weights_change_nothing() -> None:
+def test_means_of_static_weights_change_nothing():
     case = Case(("denseformer", {}), ("value_residual", {}))
     assert not case.reads.vary
     for edge in case.reads.all_edges():

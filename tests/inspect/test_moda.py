@@ -12,7 +12,6 @@ from depthlm.ops.moda.naive import probabilities
 
 from .conftest import TOKENS
 
-Find = Callable[..., dict[str, Any]]
 Build = Callable[..., Decoder]
 
 
@@ -46,7 +45,7 @@ SLOTS = ["model.attention.attn_kv=true", "model.attention.slots=3", "model.loops
 
 
 @pytest.mark.parametrize(("settings", "end_of_text"), [([], None), (SLOTS, 9)])
-def test_maps_equal_a_literal_softmax(build: Build, arrays: Find, settings: list[str], end_of_text: int | None) -> None:
+def test_maps_equal_a_literal_softmax(build, arrays, settings, end_of_text):
     model = build("model=moda", *settings)
     model.end_of_text = end_of_text
     tokens = TOKENS.clone()
@@ -77,7 +76,7 @@ def test_maps_equal_a_literal_softmax(build: Build, arrays: Find, settings: list
     np.testing.assert_allclose(found["moda_depth_total"], total, atol=1e-5)
 
 
-def test_only_attention_entries_and_no_entries(build: Build, arrays: Find) -> None:
+def test_only_attention_entries_and_no_entries(build, arrays):
     share = arrays(build("model=moda", "model.attention.ffn_kv=false"))["moda_depth_share"]
     assert np.isfinite(share[3, 0, :3]).all()
     assert np.isnan(share[:, 1]).all()

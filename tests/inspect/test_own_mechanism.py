@@ -55,9 +55,7 @@ def config_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_its_pictures_are_drawn_and_a_figure_needs_a_name_for_each_axis(
-    config_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_pictures_are_drawn_and_a_figure_needs_a_name_for_each_axis(config_dir, monkeypatch):
     config = depthlm.compose([*SHAPE, "model/connection=leaky", "model/attention=moda"], config_dir=config_dir)
     model = depthlm.build_model(config).eval()
     pictures, messages = collect(model, [TOKENS])
@@ -81,7 +79,7 @@ def test_its_pictures_are_drawn_and_a_figure_needs_a_name_for_each_axis(
         collect(model, [TOKENS])
 
 
-def test_its_colour_is_that_of_its_class(config_dir: Path, tmp_path: Path) -> None:
+def test_its_colour_is_that_of_its_class(config_dir, tmp_path):
     rows = gather(sweep_points(["model/connection=leaky,residual", "model/attention=moda"], config_dir))
     leaky, moda = (mechanism_of(row.points[0]) for row in rows)
     assert leaky == ("leaky+moda", "#123456")
@@ -89,7 +87,7 @@ def test_its_colour_is_that_of_its_class(config_dir: Path, tmp_path: Path) -> No
     assert moda.colour == "#56B4E9"
 
 
-def test_a_report_of_runs_imports_it_only_for_the_user_who_trained_them(config_dir: Path, tmp_path: Path) -> None:
+def test_a_report_of_runs_imports_it_only_for_the_user_who_trained_them(config_dir, tmp_path):
     config = depthlm.compose(["model/connection=leaky"], config_dir=config_dir)
     run = tmp_path / "run"
     run.mkdir()

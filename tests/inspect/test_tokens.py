@@ -39,7 +39,7 @@ def with_noise(model: Decoder) -> Decoder:
     return model
 
 
-def test_spaces_and_line_breaks_are_visible_and_dollar_signs_are_no_formula() -> None:
+def test_spaces_and_line_breaks_are_visible_and_dollar_signs_are_no_formula():
     tokenizer = bytes_tokenizer()
     (tokens,) = tokenizer.encode_batch(["a b\n\t$é"])
     assert token_names(tokenizer, tokens) == ["a", "\u2423", "b", "\\n", "\\t", "\\$", "\ufffd", "\ufffd"]
@@ -55,7 +55,7 @@ def test_spaces_and_line_breaks_are_visible_and_dollar_signs_are_no_formula() ->
     assert token_names(cast(Tokenizer, Long()), [13, 14]) == ["\u2423" + "x" * 13, "\u2423" + "x" * 12 + "…"]
 
 
-def test_the_mean_of_the_tokens_is_the_map_of_the_layer(build: Build) -> None:
+def test_the_mean_of_the_tokens_is_the_map_of_the_layer(build):
     _, found = pictures_of(build("model=depth_attention"))
     shown = [name for name in found if "_tokens" in name]
     assert shown == [f"depth_attention_weights_tokens_{layer}" for layer in (1, 2, 3)]
@@ -65,7 +65,7 @@ def test_the_mean_of_the_tokens_is_the_map_of_the_layer(build: Build) -> None:
         np.testing.assert_allclose(values.mean(1), found["depth_attention_weights"].mean(-1)[layer, sources], rtol=1e-5)
 
 
-def test_the_mean_of_the_tokens_is_the_read_of_the_sublayer(build: Build) -> None:
+def test_the_mean_of_the_tokens_is_the_read_of_the_sublayer(build):
     _, found = pictures_of(with_noise(build("model=attention_residuals")))
     final = found["attention_residuals_weights_tokens_final"]
     np.testing.assert_allclose(final.mean(1), found["attention_residuals_weights_final"], rtol=1e-5)
@@ -74,7 +74,7 @@ def test_the_mean_of_the_tokens_is_the_read_of_the_sublayer(build: Build) -> Non
     np.testing.assert_allclose(first, found["attention_residuals_weights_mlp"][0, : len(first)], rtol=1e-5)
 
 
-def test_the_mean_of_the_tokens_is_the_weight_of_the_block_or_the_map_of_the_streams(build: Build) -> None:
+def test_the_mean_of_the_tokens_is_the_weight_of_the_block_or_the_map_of_the_streams(build):
     _, found = pictures_of(with_noise(build("model=dca")))
     for layer in (1, 2, 3):
         values = found[f"dca_weights_tokens_attention_{layer}"]
@@ -96,12 +96,12 @@ def test_the_mean_of_the_tokens_is_the_weight_of_the_block_or_the_map_of_the_str
     ],
     ids=" ".join,
 )
-def test_weights_that_are_the_same_for_all_tokens_have_no_picture_of_tokens(build: Build, overrides: list[str]) -> None:
+def test_weights_that_are_the_same_for_all_tokens_have_no_picture_of_tokens(build, overrides):
     pictures, _ = pictures_of(with_noise(build(*overrides)))
     assert not [name for name in pictures if "tokens" in name]
 
 
-def test_only_the_first_window_of_a_given_text_is_shown_with_its_tokens(build: Build) -> None:
+def test_only_the_first_window_of_a_given_text_is_shown_with_its_tokens(build):
     model = build("model=depth_attention")
     _, alone = pictures_of(model, TOKENS[:1], names=NAMES[:7])
     _, first = pictures_of(model, TOKENS[:2], TOKENS[2:], names=NAMES[:7])
@@ -118,14 +118,3 @@ def test_only_the_first_window_of_a_given_text_is_shown_with_its_tokens(build: B
     names = [[label.get_text() for label in place.get_xticklabels()] for place in panels]
     assert [list(filter(None, of_panel)) for of_panel in names] == [[], [], NAMES]
     assert bar.get_ylabel() == "weights, mean over heads"
-
-
-def test_the_maps_of_moda_name_queries_and_keys(build: Build) -> None:
-    model = build("model=moda", "size.num_layers=2")
-    named, numbered = (
-        next(picture for picture in collect(model, [TOKENS[:1]], names)[0] if picture.name == "moda_maps").draw().axes
-        for names in (NAMES, ())
-    )
-    assert [label.get_text() for label in named[0].get_yticklabels()] == NAMES
-    assert [label.get_text() for label in named[-2].get_xticklabels()] == [*NAMES, "2 depth entries"]
-    assert [label.get_text() for label in numbered[0].get_yticklabels()] == ["0", "12"]

@@ -17,7 +17,6 @@ from ..options import option
 from .conftest import TOKENS, composed
 
 nan = float("nan")
-Find = Callable[..., dict[str, Any]]
 Build = Callable[..., Decoder]
 
 
@@ -30,7 +29,7 @@ def shares(count: int) -> np.ndarray[Any, Any]:
     return np.arange(1, count + 1) / (count * (count + 1) / 2)
 
 
-def test_depth_attention_of_known_queries_and_keys(build: Build, arrays: Find) -> None:
+def test_depth_attention_of_known_queries_and_keys(build, arrays):
     model = build("model=depth_attention", "model.attention.stride=2")
     q, k = np.array([0.0, 1.0, -1.0, 2.0]), np.array([0.5, -1.0, 1.5, 1.0])
     for layer, decoder_layer in enumerate(model.layers):
@@ -49,7 +48,7 @@ def test_depth_attention_of_known_queries_and_keys(build: Build, arrays: Find) -
     same(found["depth_attention_weights"], expected)
 
 
-def test_depth_attention_in_loops_and_with_uniform_weights(build: Build, arrays: Find) -> None:
+def test_depth_attention_in_loops_and_with_uniform_weights(build, arrays):
     found = arrays(build("model=uniform_mix", "model.loops=2", "size.num_layers=2", "model.attention.stride=1"))
     expected = [
         [1, nan, nan, nan],
@@ -60,7 +59,7 @@ def test_depth_attention_in_loops_and_with_uniform_weights(build: Build, arrays:
     same(found["depth_attention_weights"], expected)
 
 
-def test_attention_residuals_with_scalars(build: Build, arrays: Find) -> None:
+def test_attention_residuals_with_scalars(build, arrays):
     model = build("model=attention_residuals", "model.connection.mixing=scalars", "model.connection.block_size=3")
     counts = [1 + -(-sublayer // 3) for sublayer in range(9)]
     expected = np.full((9, counts[-1]), nan)
@@ -73,7 +72,7 @@ def test_attention_residuals_with_scalars(build: Build, arrays: Find) -> None:
     same(found["attention_residuals_weights_final"], expected[-1])
 
 
-def test_attention_residuals_with_scores(build: Build, arrays: Find) -> None:
+def test_attention_residuals_with_scores(build, arrays):
     # initially every query is zero
     found = arrays(build("model=attention_residuals", "model.connection.block_size=4"))
     same(found["attention_residuals_weights_final"], [1 / 3] * 3)
@@ -101,7 +100,7 @@ def test_attention_residuals_with_scores(build: Build, arrays: Find) -> None:
     same(arrays(model, tokens)["attention_residuals_weights_mlp"][0, :2], found[0].numpy())
 
 
-def test_attention_residuals_with_queries_for_q_k_and_v_of_some_layers(build: Build, arrays: Find) -> None:
+def test_attention_residuals_with_queries_for_q_k_and_v_of_some_layers(build, arrays):
     settings = ["model.connection.block_size=4", "model.connection.separate_qkv=[0, 2]"]
     model = build("model=attention_residuals", *settings, "model.connection.values=normed")
     model.embedding.weight.fill_(0.1)
@@ -120,7 +119,7 @@ def test_attention_residuals_with_queries_for_q_k_and_v_of_some_layers(build: Bu
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])
-def test_learned_biases_of_grn(build: Build, arrays: Find, version: int) -> None:
+def test_learned_biases_of_grn(build, arrays, version):
     model = build(f"model=grn_v{version}")
     expected = np.full((5, 5), nan)
     for layer, connection in enumerate(model.connections[::2]):
@@ -139,7 +138,7 @@ def test_learned_biases_of_grn(build: Build, arrays: Find, version: int) -> None
         assert np.nanmax(np.abs(found["dca_b_attention_deviation"])) < 1e-6
 
 
-def test_the_distribution_of_biases_over_the_hidden_size(build: Build, arrays: Find) -> None:
+def test_the_distribution_of_biases_over_the_hidden_size(build, arrays):
     decoder = build("model=dca", "size.hidden_size=101", "size.head_size=8")
     for connection in decoder.connections[::2]:
         # the numbers from -50 to 50 in any order, around another number for each input and source
@@ -153,7 +152,7 @@ def test_the_distribution_of_biases_over_the_hidden_size(build: Build, arrays: F
     same(found["dca_b_distribution_final"], expected[:, -1, :1])
 
 
-def test_weights_of_dca_reproduce_its_inputs(build: Build) -> None:
+def test_weights_of_dca_reproduce_its_inputs(build):
     # in double precision, since the terms of its inputs cancel
     model = build("model=dca").double()
     generator = torch.Generator().manual_seed(3)
@@ -178,7 +177,7 @@ def test_weights_of_dca_reproduce_its_inputs(build: Build) -> None:
         same(weights @ stack.double().numpy(), inputs[layer].numpy())
 
 
-def test_sum_of_older_blocks_gives_its_weight_to_each_block(build: Build, arrays: Find) -> None:
+def test_sum_of_older_blocks_gives_its_weight_to_each_block(build, arrays):
     model = build("model=dca", "model.connection.last_k=1", "model.connection.version=2")
     for connection in model.connections[::2]:
         for source in range(connection.b.shape[1]):
@@ -194,7 +193,7 @@ def test_sum_of_older_blocks_gives_its_weight_to_each_block(build: Build, arrays
     same(arrays(model)["dca_b_final"][0].mean(-1), [4, 4, 4, 4, 7])
 
 
-def test_averages_of_denseformer(build: Build, arrays: Find) -> None:
+def test_averages_of_denseformer(build, arrays):
     model = build("model=denseformer", "model.connection.period=2", "model.connection.dilation=2")
     model.connections[3].a.copy_(torch.tensor([0.25, 0.75]))
     model.connections[7].a.copy_(torch.tensor([-0.5, 0.5, 1.0]))
@@ -204,7 +203,7 @@ def test_averages_of_denseformer(build: Build, arrays: Find) -> None:
     same(arrays(model)["denseformer_a"], expected)
 
 
-def test_weights_of_laurel(build: Build, arrays: Find) -> None:
+def test_weights_of_laurel(build, arrays):
     model = build("model=laurel", "model.connection.variant=rw")
     for sublayer, connection in enumerate(model.connections[:-1]):
         connection.alpha.fill_(sublayer / 10)
@@ -220,7 +219,7 @@ def test_weights_of_laurel(build: Build, arrays: Find) -> None:
     same(found["laurel_gamma_mlp"][2], [0.5, -2.0])
 
 
-def test_mixing_matrices_of_mhc_and_their_product(build: Build, arrays: Find) -> None:
+def test_mixing_matrices_of_mhc_and_their_product(build, arrays):
     model = build("model=mhc", "model.connection.num_streams=2")
     mixing = [1 - sublayer / 10 for sublayer in range(8)]
     for keep, connection in zip(mixing, model.connections[:-1], strict=True):
@@ -241,7 +240,7 @@ def test_mixing_matrices_of_mhc_and_their_product(build: Build, arrays: Find) ->
     same(found["mhc_res_composite_gain"], 1)
 
 
-def test_gain_of_hyper_connections_is_that_of_the_ordered_product(build: Build, arrays: Find) -> None:
+def test_gain_of_hyper_connections_is_that_of_the_ordered_product(build, arrays):
     model = build("model=hyper_connections", "model.connection.num_streams=2", "model.connection.dynamic=false")
     for connection in model.connections[:-1]:
         connection.static_res.copy_(torch.eye(2))
@@ -262,7 +261,7 @@ def test_gain_of_hyper_connections_is_that_of_the_ordered_product(build: Build, 
 
 
 @pytest.mark.parametrize("connection", sorted(path.stem for path in (CONF / "model/connection").glob("*.yaml")))
-def test_the_sources_of_a_picture_are_not_those_of_the_batch(connection: str) -> None:
+def test_the_sources_of_a_picture_are_not_those_of_the_batch(connection):
     config = composed()
     chosen = replace(config.model, connection=option("model/connection", connection))
     model = depthlm.build_model(replace(config, model=chosen)).eval().requires_grad_(False)
@@ -273,14 +272,14 @@ def test_the_sources_of_a_picture_are_not_those_of_the_batch(connection: str) ->
     assert shapes[0] == shapes[1]
 
 
-def test_missing_pictures_are_reported(build: Build) -> None:
+def test_missing_pictures_are_reported(build):
     for overrides in (["model=vanilla"], ["model=laurel", "model.connection.variant=lr"]):
         pictures, (message,) = collect(build(*overrides), [TOKENS])
         assert not pictures
         assert "has no figure of its own" in message
 
 
-def test_gates_are_a_curve_over_the_layers(build: Build) -> None:
+def test_gates_are_a_curve_over_the_layers(build):
     model = build("model/connection=highway")
     for connection in model.connections[:-1]:
         connection.gate.weight.zero_()

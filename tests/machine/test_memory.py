@@ -54,7 +54,7 @@ def test_a_gpu_rank_has_all_memory_of_its_gpu(monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="not Linux")
-def test_the_peak_of_a_process_is_not_that_of_the_process_that_started_it() -> None:
+def test_the_peak_of_a_process_is_not_that_of_the_process_that_started_it():
     held = bytearray(2**29)
     held[::4096] = b"x" * len(held[::4096])
     program = "from depthlm.machine.memory import peak_process_bytes; print(peak_process_bytes())"

@@ -36,7 +36,7 @@ def matches(name: str, class_name: str) -> bool:
     return class_name.lower() == name.replace("_", "") or "".join(re.findall("[A-Z]", class_name)).lower() == name
 
 
-def test_an_option_names_its_file_and_class() -> None:
+def test_an_option_names_its_file_and_class():
     for kind, name in OPTIONS:
         module, _, class_name = option(f"model/{kind}", name)["_target_"].rpartition(".")
         assert module == f"depthlm.mechanisms.{name}" or name == "self_attention"
@@ -44,7 +44,7 @@ def test_an_option_names_its_file_and_class() -> None:
         assert name in PLAIN or name in HEADINGS
 
 
-def test_a_preset_shares_the_name_of_its_mechanism() -> None:
+def test_a_preset_shares_the_name_of_its_mechanism():
     for preset in PRESETS:
         settings, name = option("model", preset), mechanism_of(preset)
         assert settings["name"] == preset
@@ -52,7 +52,7 @@ def test_a_preset_shares_the_name_of_its_mechanism() -> None:
         assert preset in (name, "vanilla") or settings.keys() & {"connection", "attention"}, preset
 
 
-def test_the_folders_of_operators_are_named_as_mechanisms() -> None:
+def test_the_folders_of_operators_are_named_as_mechanisms():
     folders = {path.parent.name for path in (REPOSITORY / "depthlm/ops").glob("*/__init__.py")}
     mixers = {"kimi_delta", "cross_entropy"}
     assert folders - mixers < {name for _, name in OPTIONS}
@@ -63,18 +63,18 @@ def test_the_folders_of_operators_are_named_as_mechanisms() -> None:
 
 # one of each mechanism
 @pytest.mark.parametrize("preset", {mechanism_of(preset): preset for preset in reversed(PRESETS)}.values())
-def test_pictures_begin_with_the_name(preset: str) -> None:
+def test_pictures_begin_with_the_name(preset):
     config = compose_anywhere([f"model={preset}", "size=micro"])
     pictures: list[Any] = collect(depthlm.build_model(config), [torch.zeros(1, 8, dtype=torch.long)])[0]
     assert all(picture.name.startswith(f"{mechanism_of(preset)}_") for picture in pictures)
     assert bool(pictures) == (preset != "vanilla")
 
 
-def test_the_page_is_ordered_as_the_folder() -> None:
+def test_the_page_is_ordered_as_the_folder():
     files = sorted(path.stem for path in Path(REPOSITORY, "depthlm/mechanisms").glob("[a-z]*.py"))
     assert [name for name in files if name not in PLAIN] == HEADINGS
 
 
-def test_no_file_of_the_model_knows_a_mechanism() -> None:
+def test_no_file_of_the_model_knows_a_mechanism():
     for path in Path(REPOSITORY, "depthlm/model").rglob("*.py"):
         assert "depthlm.mechanisms" not in path.read_text(), path

@@ -46,7 +46,7 @@ def test_a_cache_of_latent_attention_holds_values_without_the_width_of_keys(make
     assert cache.bytes() == 4 * 2 * 5 * 4 * 2 * (48 + 32)
 
 
-def test_a_forward_pass_has_at_most_the_tokens_of_a_chunk(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_pass_has_at_most_the_tokens_of_a_chunk(build, monkeypatch):
     model, lengths = build("model=vanilla"), []
     hidden = model.hidden
 
@@ -59,7 +59,7 @@ def test_a_forward_pass_has_at_most_the_tokens_of_a_chunk(build: Any, monkeypatc
     assert lengths == [6, 6, 5, 1, 1]
 
 
-def test_chunks_need_a_cache(build: Any) -> None:
+def test_chunks_need_a_cache(build):
     model = build("model=vanilla")
     for settings in ({"prefill_chunk": 0}, {"prefill_chunk": 4, "use_cache": False}):
         with pytest.raises(ValueError, match="prefill_chunk"):

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from depthlm.model import compile_sublayers
 
 from .conftest import BACKBONES
+from .gradients import assert_same
 
 
 def batch(length=16, vocabulary=512, seed=0):
@@ -14,22 +15,6 @@ def batch(length=16, vocabulary=512, seed=0):
     targets = tokens[:, 1:].clone()
     targets[0, :3] = -100
     return tokens[:, :-1], targets
-
-
-def gradients(model, tokens, targets):
-    model.zero_grad()
-    sums = model(tokens, targets)
-    (sums.nll / sums.tokens + 1e-3 * sums.z / sums.tokens).backward()
-    return sums, {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def assert_same(model, other, tolerance):
-    """Compare loss and gradients of two models. The tolerance is relative to each parameter's largest gradient."""
-    (expected, expected_grads), (sums, grads) = (gradients(m, *batch()) for m in (model, other))
-    for a, b in zip(sums, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=0)
-    for name, grad in grads.items():
-        assert (grad - expected_grads[name]).abs().max() <= tolerance * expected_grads[name].abs().max(), name
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
@@ -74,9 +59,3 @@ def test_a_copy_of_a_compiled_model_is_independent(make_decoder):
 def test_tied_embeddings_are_one_parameter(make_decoder):
     assert "head.weight" not in make_decoder(backbone_changes={"tie_embeddings": True}).state_dict()
     assert "head.weight" in make_decoder(backbone_changes={"tie_embeddings": False}).state_dict()
-
-
-def test_odd_widths(make_decoder):
-    """The C4 models of DeepCrossAttention have hidden sizes 771 and 1111."""
-    model = make_decoder("lm1b", hidden_size=77)
-    assert model(batch()[0]).shape == (2, 16, 512)

@@ -38,9 +38,7 @@ def masked(model: Decoder, how: Any = True) -> Decoder:
     preset=st.sampled_from(OVER_THE_SEQUENCE),
     how=st.sampled_from([True, "bos"]),
 )
-def test_random_documents_in_random_pieces_equal_single_ones(
-    build: Any, ends: list[list[int]], cuts: list[int], preset: str, how: bool | str
-) -> None:
+def test_random_documents_in_random_pieces_equal_single_ones(build, ends, cuts, preset, how):
     model, tokens = masked(build(f"model={preset}", "size.num_layers=2").double(), how), packed(ends, 12)
     cache = model.make_cache()
     with torch.no_grad():
@@ -49,8 +47,8 @@ def test_random_documents_in_random_pieces_equal_single_ones(
         assert_same(model(tokens), alone(model, tokens, how))
 
 
-@pytest.mark.parametrize("preset", [*OVER_THE_SEQUENCE, "dca"])
-def test_mask_applies_under_autocast(build: Any, preset: str) -> None:
+@pytest.mark.parametrize("preset", ["moda", "dca"])
+def test_mask_applies_under_autocast(build, preset):
     model = masked(build(f"model={preset}"))
     with torch.autocast("cpu", torch.bfloat16):
         logits, expected = model(packed()).float(), alone(model, packed(), True).float()

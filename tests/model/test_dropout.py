@@ -118,6 +118,7 @@ def test_attention_weights_drop_out_within_documents(make_decoder, batch):
     assert torch.equal(model(changed, seeds_b=seeds)[:, 6:], logits[:, 6:])
 
 
+@pytest.mark.slow
 def test_compiled_sublayers_have_the_same_masks(make_decoder, batch):
     # what other models were compiled for would make it compile for any shape, which takes long
     torch.compiler.reset()

@@ -46,7 +46,7 @@ def losses(build: Any, preset: str, kernels: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("preset", QUICK)
-def test_the_definitions_give_the_same_gradients(build: Any, preset: str) -> None:
+def test_the_definitions_give_the_same_gradients(build, preset):
     torch_model, naive = (build(f"model={preset}", "size.num_layers=5").double() for _ in range(2))
     torch_model.kernels, naive.kernels = "torch", "naive"
     assert_same(torch_model, naive, tolerance=1e-9)
@@ -55,7 +55,7 @@ def test_the_definitions_give_the_same_gradients(build: Any, preset: str) -> Non
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", DISTINCT)
-def test_four_steps_equal_pytorch(build: Any, preset: str) -> None:
+def test_four_steps_equal_pytorch(build, preset):
     fused, plain = (losses(build, preset, kernels) for kernels in ("triton", "torch"))
     torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4)
     assert fused[-1] < 0.9 * fused[0]
@@ -73,9 +73,7 @@ def test_four_steps_equal_pytorch(build: Any, preset: str) -> None:
         pytest.param("mhc_hunyuan_v4", 3, True, marks=pytest.mark.slow),
     ],
 )
-def test_triton_gives_the_gradients_of_pytorch(
-    build: Any, preset: str, streams: int | None, checkpointing: bool
-) -> None:
+def test_triton_gives_the_gradients_of_pytorch(build, preset, streams, checkpointing):
     of_streams = [] if streams is None else [f"model.connection.num_streams={streams}"]
     model = build(f"model={preset}", "size.num_layers=2", *of_streams)
     model.activation_checkpointing = checkpointing
@@ -85,7 +83,7 @@ def test_triton_gives_the_gradients_of_pytorch(
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["hyper_connections", "mhc"])
-def test_compiled_sublayers_with_triton_equal_pytorch(build: Any, preset: str) -> None:
+def test_compiled_sublayers_with_triton_equal_pytorch(build, preset):
     torch.compiler.reset()
     model = build(f"model={preset}", "size.num_layers=2")
     other = copy.deepcopy(model)
@@ -102,7 +100,7 @@ def compare(model: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["mhc", "hyper_connections"])
-def test_a_decoder_that_rebuilds_has_the_same_gradients(build: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_that_rebuilds_has_the_same_gradients(build, name, monkeypatch):
     model = build(f"model={name}", "size.num_layers=6")
     tokens = torch.arange(12).view(2, 6)
     results = []

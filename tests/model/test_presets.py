@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -24,17 +23,13 @@ from .gradients import loss_and_gradients, random_batch
     "overrides",
     [
         "model=dca model.connection.last_k=1 backbone=lm1b",
-        "model=grn_v3 model.connection.last_k=1 model.connection.own_embedding=false backbone=olmo2",
         "model=grn_v3 model.connection.gate=printed model.connection.w=shared backbone=moda_layers",
         "model=denseformer model.connection.period=2 model.connection.dilation=2 backbone=lm1b",
-        "model=hyper_connections model.connection.dynamic=false model.connection.num_streams=3 backbone=olmo2",
-        "model=laurel model.connection.variant=lr backbone=moda_layers",
         "model=laurel model.connection.variant=rw backbone=lm1b",
         "model=depth_attention model.attention.sources=relative model.attention.stride=4 backbone=olmo2",
-        "model=moda model.attention.depth_kv=false model.attention.ffn_kv=false backbone=moda_layers",
     ],
 )
-def test_settings_that_initially_equal_vanilla(build: Any, overrides: str) -> None:
+def test_settings_that_initially_equal_vanilla(build, overrides):
     backbone = overrides.split()[-1]
     model, vanilla = (build(*o.split(), awake=False).double() for o in (overrides, f"model=vanilla {backbone}"))
     tokens, _ = random_batch()
@@ -43,7 +38,7 @@ def test_settings_that_initially_equal_vanilla(build: Any, overrides: str) -> No
 
 @pytest.mark.parametrize("preset", ["attention_residuals", "attention_residuals_full"])
 @pytest.mark.parametrize("mixing", ["softmax", "scalars"])
-def test_attention_residuals_are_initially_the_uniform_mean(build: Any, preset: str, mixing: str) -> None:
+def test_attention_residuals_are_initially_the_uniform_mean(build, preset, mixing):
     model = build(f"model={preset}", f"model.connection.mixing={mixing}", awake=False)
     state = model.connections[0].open(torch.randn(2, 3, 32))
     for connection in list(model.connections)[:-1]:
@@ -54,7 +49,7 @@ def test_attention_residuals_are_initially_the_uniform_mean(build: Any, preset: 
 
 
 @pytest.mark.parametrize(("noise", "column_bound"), [(0.1, 5e-3), (8.0, 0.5)])
-def test_the_residual_map_of_mhc_lies_on_its_manifold(build: Any, noise: float, column_bound: float) -> None:
+def test_the_residual_map_of_mhc_lies_on_its_manifold(build, noise, column_bound):
     """Rows are exact, since they are normalized last. Columns are approximate after 20 iterations."""
     model = build("model=mhc", awake=False)
     generator = torch.Generator().manual_seed(3)
@@ -67,7 +62,7 @@ def test_the_residual_map_of_mhc_lies_on_its_manifold(build: Any, noise: float, 
         assert (res.sum(-2) - 1).abs().max() < column_bound
 
 
-def test_the_diagnostics_of_mhc_are_finite_where_a_row_of_the_map_underflows(build: Any) -> None:
+def test_the_diagnostics_of_mhc_are_finite_where_a_row_of_the_map_underflows(build):
     connection = build("model=mhc", awake=False).connections[0]
     with torch.no_grad():
         connection.bias.split(connection.widths)[2].view(4, 4)[0] = -1e4
@@ -86,8 +81,8 @@ UNMOVED = {
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_parameter_changes_within_three_steps(build: Any, preset: str) -> None:
-    model = build(f"model={preset}", awake=False)
+def test_every_parameter_changes_within_three_steps(build, preset):
+    model = build(f"model={preset}", "size.num_layers=2", awake=False)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for seed in range(3):
@@ -103,7 +98,7 @@ NO_DECAY = {"query", "scores", "recency", "a", "b", "w_of_grn", "static_pre", "s
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_depth_parameters_without_weight_decay(build: Any, preset: str) -> None:
+def test_depth_parameters_without_weight_decay(build, preset):
     model = build(f"model={preset}")
     groups = depthlm.model.optimizer_groups(model, 0.1)
     decay = {name: group["weight_decay"] for group in groups for name in group["names"]}
@@ -117,7 +112,7 @@ def test_depth_parameters_without_weight_decay(build: Any, preset: str) -> None:
             assert value == 0.1, name
 
 
-def test_a_cache_has_the_size_of_a_vanilla_cache(build: Any) -> None:
+def test_a_cache_has_the_size_of_a_vanilla_cache(build):
     sizes = {}
     for preset in PRESETS:
         model = build(f"model={preset}")
@@ -130,9 +125,9 @@ def test_a_cache_has_the_size_of_a_vanilla_cache(build: Any) -> None:
     assert set(sizes.values()) == {sizes["vanilla"]}
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("awake", [True, False])
-def test_bf16_is_near_fp32(build: Any, preset: str, awake: bool) -> None:
+# presets of one mechanism are neighbours, so that each mechanism has both
+@pytest.mark.parametrize(("preset", "awake"), [(preset, number % 2 == 0) for number, preset in enumerate(PRESETS)])
+def test_bf16_is_near_fp32(build, preset, awake):
     """awake: under autocast; else with all weights in bf16, as at ZeRO 1 and above."""
     model = build(f"model={preset}", awake=awake)
     expected, expected_grads = loss_and_gradients(copy.deepcopy(model))
@@ -147,7 +142,7 @@ def test_bf16_is_near_fp32(build: Any, preset: str, awake: bool) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_shared_parameters_have_the_same_initial_values(build: Any, preset: str) -> None:
+def test_shared_parameters_have_the_same_initial_values(build, preset):
     model, vanilla = (depthlm.build_model(configuration(f"model={name}")) for name in (preset, "vanilla"))
     ours = dict(model.named_parameters())
     for name, parameter in vanilla.named_parameters():
@@ -157,7 +152,7 @@ def test_shared_parameters_have_the_same_initial_values(build: Any, preset: str)
 
 
 @pytest.mark.slow
-def test_every_model_fits_every_size() -> None:
+def test_every_model_fits_every_size():
     """Hydra composes each size, with another model; all choices of both would take it a minute."""
     for number, path in enumerate(sorted((CONF / "size").glob("*.yaml"))):
         for preset in PRESETS:

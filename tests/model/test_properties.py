@@ -173,7 +173,7 @@ def speed(row: Row) -> Any:
     [pytest.param(row, marks=speed(row)) for row in CASES],
     ids=lambda row: "-".join(map(str, row.values())),
 )
-def test_a_decoder_has_every_property(row: Row) -> None:
+def test_a_decoder_has_every_property(row):
     model, mask = decoder_of(row), row["mask"]
     with torch.no_grad():
         logits_btv = model(tokens())
@@ -198,31 +198,30 @@ COMPILED = {
 
 
 @pytest.mark.parametrize(
-    ("name", "backend", "precision"),
+    ("name", "precision"),
     [
-        ("own", "aot_eager", "fp64"),
-        ("documents", "aot_eager", "bf16"),
+        ("documents", "bf16"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("own", "inductor", "fp32"), ("documents", "aot_eager", "fp64"), ("attentions", "aot_eager", "fp64"),
-                ("sources", "aot_eager", "fp64"), ("averages", "aot_eager", "bf16"), ("streams", "aot_eager", "fp64"),
-                ("each input", "aot_eager", "bf16"), ("gates", "aot_eager", "fp64"),
+                ("own", "fp64"), ("documents", "fp64"), ("attentions", "fp64"),
+                ("sources", "fp64"), ("averages", "bf16"), ("streams", "fp64"),
+                ("each input", "bf16"), ("gates", "fp64"),
             )
         ),
     ],
 )  # fmt: skip
-def test_compile_changes_nothing(name: str, backend: str, precision: str) -> None:
+def test_compile_changes_nothing(name, precision):
     connection, backbone, attention, mask, recompute, loops = COMPILED[name]
     torch.compiler.reset()
     model = build_decoder(connection, backbone, attention, "own", loops)
     model.mask_documents(mask, END)
     other = copy.deepcopy(model)
     other.activation_checkpointing = recompute
-    compile_sublayers(other, backend=backend)
+    compile_sublayers(other, backend="aot_eager")
     if precision == "fp64":
         assert_same(results(other), results(model))
         return
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+    with torch.autocast("cpu", torch.bfloat16):
         losses = [one.float()(tokens(), tokens()).nll for one in (other, model)]
-    torch.testing.assert_close(*losses, rtol=2e-2 if precision == "bf16" else 1e-5, atol=0)
+    torch.testing.assert_close(*losses, rtol=2e-2, atol=0)

@@ -33,12 +33,12 @@ def backward_calls(make_decoder: Any, how: bool | int | str) -> Counter[Any]:
 
 
 @pytest.mark.parametrize(("how", "layers"), [(False, 0), (True, 4), (1, 4), (2, 2), (3, 2), (4, 1), ("selective", 4)])
-def test_the_chosen_layers_are_computed_again(make_decoder: Any, how: bool | int | str, layers: int) -> None:
+def test_the_chosen_layers_are_computed_again(make_decoder, how, layers):
     # each layer has one SiLU
     assert backward_calls(make_decoder, how)[torch.ops.aten.silu.default] == layers
 
 
-def test_selective_recomputation_repeats_no_matrix_product_and_no_attention(make_decoder: Any) -> None:
+def test_selective_recomputation_repeats_no_matrix_product_and_no_attention(make_decoder):
     plain, selective, every = (backward_calls(make_decoder, how) for how in (False, "selective", True))
     for operator in stored_operators():
         assert selective[operator] == plain[operator]
@@ -47,7 +47,7 @@ def test_selective_recomputation_repeats_no_matrix_product_and_no_attention(make
     assert every[torch.ops.aten.mm.default] > plain[torch.ops.aten.mm.default]
 
 
-def test_without_gradients_nothing_is_recomputed() -> None:
+def test_without_gradients_nothing_is_recomputed():
     def layer() -> None:
         raise AssertionError
 

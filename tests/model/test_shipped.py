@@ -119,9 +119,8 @@ def transposed(n: int) -> Callable[[Tensor], Tensor]:
     ],
 )
 def test_manifold_hyper_connections(
-    preset: str, module: str, prefix: str, dtype: torch.dtype, tolerance: float, make_size: Any, make_backbone: Any,
-    casts_do_nothing: None,
-) -> None:  # fmt: skip
+    preset, module, prefix, dtype, tolerance, make_size, make_backbone, casts_do_nothing
+):
     settings = option("model", preset)["connection"]
     every = connections(partial(ManifoldHyperConnections, **settings), make_size, make_backbone)
     maps = [randomize(theirs(module, f"{prefix}HyperConnection")(CONFIG), dtype) for _ in range(2 * LAYERS)]
@@ -155,9 +154,7 @@ def copy_weights(pairs: list[tuple[Tensor, Tensor, Any]]) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
-def test_gated_streams(
-    dtype: torch.dtype, tolerance: float, make_size: Any, make_backbone: Any, casts_do_nothing: None
-) -> None:
+def test_gated_streams(dtype, tolerance, make_size, make_backbone, casts_do_nothing):
     every = connections(partial(Qwen4Exp, num_streams=STREAMS, rank=CONFIG.hc_lowrank), make_size, make_backbone)
     gates = [
         randomize(theirs("qwen4_exp", "Qwen4ExpTextGatedResidual")(CONFIG, use_combine=i < 2 * LAYERS), dtype)
@@ -189,10 +186,7 @@ def test_gated_streams(
 
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
 @pytest.mark.parametrize("layers_per_block", [1, 2])
-def test_attention_residuals(
-    layers_per_block: int, dtype: torch.dtype, tolerance: float, make_size: Any, make_backbone: Any,
-    casts_do_nothing: None,
-) -> None:  # fmt: skip
+def test_attention_residuals(layers_per_block, dtype, tolerance, make_size, make_backbone, casts_do_nothing):
     """The last layer has a query for each of q, k and v."""
     settings = option("model", "attention_residuals_inkling2")["connection"]
     settings |= {"block_size": 2 * layers_per_block, "separate_qkv": [LAYERS - 1]}
@@ -225,9 +219,7 @@ def test_attention_residuals(
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
-def test_the_gated_residual_connection(
-    dtype: torch.dtype, tolerance: float, make_size: Any, make_backbone: Any, casts_do_nothing: None
-) -> None:
+def test_the_gated_residual_connection(dtype, tolerance, make_size, make_backbone, casts_do_nothing):
     every = connections(GatedResidual, make_size, make_backbone)
     gates = [randomize(theirs("muse_spark", "MuseSparkResidualGate")(CONFIG), dtype) for _ in range(2 * LAYERS)]
     gates[0].gate.data[0] = 4.0  # alpha at its minimum

@@ -11,27 +11,22 @@ from .gradients import assert_same
 # with eleven layers, a phase ends before the last read
 LAYERS = "size.num_layers=11"
 MECHANISMS = (
-    "model=attention_residuals",
     "model=attention_residuals model.connection.block_size=3",
     "model=attention_residuals_full",
-    "model=attention_residuals_full model.connection.key_norm=none",
     "model=attention_residuals_inkling2 model.connection.block_size=3 model.connection.separate_qkv=3",
     "model=attention_residuals model.connection.separate_qkv=2 model.loops=2",
     "model=attention_residuals_recency",
-    "model=denseformer",
     "model=denseformer model.connection.period=2",
     "model=denseformer model.connection.dilation=2",
     "model=grn_v1",
-    "model=grn_v3",
     "model=grn_v3 model.connection.w=shared",
-    "model=dca",
     "model=dca model.connection.last_k=2",
     "model=dca model.loops=2",
 )
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_two_phase_reads_equal_separate_reads_also_in_their_types_under_autocast(build: Any, mechanism: str) -> None:
+def test_two_phase_reads_equal_separate_reads_also_in_their_types_under_autocast(build, mechanism):
     model, alone = (build(*mechanism.split(), LAYERS) for _ in range(2))
     alone.read_alone()
     assert types_of_reads(model) == types_of_reads(alone)
@@ -57,7 +52,7 @@ def types_of_reads(model: Any) -> list[list[torch.dtype]]:
 
 
 @pytest.mark.parametrize("preset", ["attention_residuals", "mhc"])
-def test_graph_with_recomputation_supports_two_backward_passes(build: Any, preset: str) -> None:
+def test_graph_with_recomputation_supports_two_backward_passes(build, preset):
     model = build(f"model={preset}")
     model.activation_checkpointing = True
     tokens = torch.ones(1, 4, dtype=torch.long)
@@ -67,7 +62,7 @@ def test_graph_with_recomputation_supports_two_backward_passes(build: Any, prese
 
 
 @pytest.mark.parametrize("preset", ["attention_residuals", "attention_residuals_recency", "denseformer", "dca"])
-def test_the_state_without_what_is_read_ahead_equals_that_of_separate_reads(build: Any, preset: str) -> None:
+def test_the_state_without_what_is_read_ahead_equals_that_of_separate_reads(build, preset):
     together, alone = build(f"model={preset}", LAYERS), build(f"model={preset}", LAYERS)
     alone.read_alone()
     states = []

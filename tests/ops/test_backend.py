@@ -30,7 +30,7 @@ def complete(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     backend._say_once.cache_clear()
 
 
-def test_missing_compiler_is_reported(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_reported(complete, monkeypatch):
     assert backend.missing("cuda") is None
     # Triton does not look for cc
     monkeypatch.setattr("shutil.which", lambda program: "/bin/cc" if program == "cc" else None)
@@ -43,7 +43,7 @@ def test_missing_compiler_is_reported(complete: Path, monkeypatch: pytest.Monkey
     assert backend.launch_lacks() is None
 
 
-def test_missing_headers_and_driver_library_are_reported(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_headers_and_driver_library_are_reported(complete, monkeypatch):
     (complete / "libcuda.so.1").unlink()
     assert "TRITON_LIBCUDA_PATH" in (backend.launch_lacks() or "")
     monkeypatch.delenv("TRITON_LIBCUDA_PATH")
@@ -59,7 +59,7 @@ def test_missing_headers_and_driver_library_are_reported(complete: Path, monkeyp
     assert "-dev), or use conda" in lack
 
 
-def test_auto_falls_back_with_one_log_line_and_triton_raises(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_falls_back_with_one_log_line_and_triton_raises(complete, monkeypatch):
     (complete / "Python.h").unlink()
     on_gpu: list[Any] = [SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.float32)]
     lines: list[str] = []

@@ -15,7 +15,7 @@ def lowbias32(x: int) -> int:
     return x ^ x >> 16
 
 
-def test_the_hash_is_lowbias32() -> None:
+def test_the_hash_is_lowbias32():
     numbers = [0, 1, 2, 12345, 2**31 - 1, 2**31, 2**32 - 1]
     signed = torch.tensor([n - 2**32 if n >= 2**31 else n for n in numbers], dtype=torch.int32)
     assert [n % 2**32 for n in hashed(signed).tolist()] == [lowbias32(n) for n in numbers]
@@ -26,7 +26,7 @@ def make(rate: float, rows: int = 64) -> Dropout:
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.9])
-def test_values_are_kept_with_the_given_probability_independently_of_one_another(rate: float) -> None:
+def test_values_are_kept_with_the_given_probability_independently_of_one_another(rate):
     how, shape = make(rate), torch.Size((64, 32, 48))
     masks = torch.stack([draw_mask(shape, how.at(place)).double() for place in range(4)])
     n = masks[0].numel()
@@ -43,14 +43,14 @@ def test_values_are_kept_with_the_given_probability_independently_of_one_another
         assert abs(products.mean()) < 4 / products.numel() ** 0.5, name
 
 
-def test_the_mask_of_a_sequence_does_not_depend_on_the_others() -> None:
+def test_the_mask_of_a_sequence_does_not_depend_on_the_others():
     x = torch.randn(8, 5, 6)
     whole = make(0.3, 8)
     parts = [apply_dropout(x[i : i + 2], Dropout(0.3, whole.seeds_b[i : i + 2]), 1) for i in range(0, 8, 2)]
     assert torch.equal(apply_dropout(x, whole, 1), torch.cat(parts))
 
 
-def test_values_are_scaled_so_that_their_mean_stays() -> None:
+def test_values_are_scaled_so_that_their_mean_stays():
     x = torch.rand(64, 100, 100) + 1
     y = apply_dropout(x, make(0.25), 0)
     assert torch.equal(y[y != 0], (x / 0.75)[y != 0])

@@ -110,14 +110,14 @@ def masked(inputs: list[Tensor], mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def test_the_bounds_are_those_of_the_documents() -> None:
+def test_the_bounds_are_those_of_the_documents():
     offsets, longest = documents().bounds
     assert offsets.tolist() == [0, 3, 4, 8, 12, 13, 24, 36]
     assert offsets.dtype == torch.int32
     assert longest == T
 
 
-def test_attention_by_document_equals_a_mask(literal: list[str]) -> None:
+def test_attention_by_document_equals_a_mask(literal):
     inputs, mask = tensors(6, 2, 0), documents()
     found = gradients(attend_by_document(*inputs, mask.bounds), inputs)
     expected = gradients(masked(inputs, mask.mask_b1ts), inputs)
@@ -125,7 +125,7 @@ def test_attention_by_document_equals_a_mask(literal: list[str]) -> None:
     assert literal == ["_flash_attention_forward", "_flash_attention_backward"]
 
 
-def test_merged_attention_by_document_equals_a_mask(literal: list[str]) -> None:
+def test_merged_attention_by_document_equals_a_mask(literal):
     inputs, mask = tensors(4, 2, 3), documents()
     q, k, v, *depth = inputs
     pairs = list(zip(depth[::2], depth[1::2], strict=True))
@@ -136,7 +136,7 @@ def test_merged_attention_by_document_equals_a_mask(literal: list[str]) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_attention_by_document_equals_a_mask_on_a_gpu() -> None:
+def test_attention_by_document_equals_a_mask_on_a_gpu():
     exact, mask = tensors(6, 2, 0), documents("cuda")
     inputs = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in exact]
     found = gradients(attend_by_document(*inputs, mask.bounds), inputs)
@@ -146,7 +146,7 @@ def test_attention_by_document_equals_a_mask_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("preset", ["depth_attention", "moda"])
-def test_a_decoder_on_a_gpu_attends_by_document(preset: str, request: pytest.FixtureRequest) -> None:
+def test_a_decoder_on_a_gpu_attends_by_document(preset, request):
     model = depthlm.build_model(compose_anywhere([f"model={preset}", "size=micro"])).double()
     model.end_of_text = 0
     tokens = torch.randint(4, (B, T), generator=torch.Generator().manual_seed(0))

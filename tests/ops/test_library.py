@@ -22,7 +22,7 @@ def add_all(xs: list[Tensor], total: Tensor) -> None:
         total += x
 
 
-def test_a_mode_sees_one_operator_and_may_run_its_function() -> None:
+def test_a_mode_sees_one_operator_and_may_run_its_function():
     x, names = torch.ones(2), []
 
     class Mode(TorchDispatchMode):
@@ -36,14 +36,14 @@ def test_a_mode_sees_one_operator_and_may_run_its_function() -> None:
     assert names == [double._schema.name]
 
 
-def test_on_fake_and_meta_tensors_nothing_is_computed() -> None:
+def test_on_fake_and_meta_tensors_nothing_is_computed():
     assert double(torch.ones(3, device="meta")).shape == (3,)
     with FakeTensorMode():
         assert double(torch.ones(3)).shape == (3,)
         add_all([torch.ones(3)], torch.ones(3))
 
 
-def test_compiled_code_keeps_what_an_operator_writes() -> None:
+def test_compiled_code_keeps_what_an_operator_writes():
     def compiled(x: Tensor) -> Tensor:
         total = x + 1
         add_all([x, double(x)], total)
@@ -54,7 +54,7 @@ def test_compiled_code_keeps_what_an_operator_writes() -> None:
     assert torch.equal(torch.compile(compiled, backend="aot_eager", fullgraph=True)(x), 4 * x + 1)
 
 
-def test_an_operator_of_the_same_name_leaves_the_first_one_alone() -> None:
+def test_an_operator_of_the_same_name_leaves_the_first_one_alone():
     @register(__name__, "double", torch.empty_like)
     def again(x: Tensor) -> Tensor:
         return 3 * x
@@ -64,7 +64,7 @@ def test_an_operator_of_the_same_name_leaves_the_first_one_alone() -> None:
     assert torch.equal(again(x), 3 * x)
 
 
-def test_only_what_is_made_differentiable_has_gradients() -> None:
+def test_only_what_is_made_differentiable_has_gradients():
     @register(__name__, "triple", torch.empty_like)
     def triple(x: Tensor) -> Tensor:
         return 3 * x

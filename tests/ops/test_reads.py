@@ -55,28 +55,28 @@ def assert_same(found: Read, expected: Read, leaves: int = 2, tolerance: float =
 
 
 @pytest.mark.parametrize("kind", ["attend", "weighted", pytest.param("gated", marks=pytest.mark.slow)])
-def test_gradients_of_sources_that_many_reads_share_equal_those_of_autograd(kind: str) -> None:
+def test_gradients_of_sources_that_many_reads_share_equal_those_of_autograd(kind):
     assert_same(partial(read_of, kind), partial(read_of, kind))
 
 
-def test_a_source_that_is_read_twice_in_one_call_has_the_gradient_of_both() -> None:
+def test_a_source_that_is_read_twice_in_one_call_has_the_gradient_of_both():
     def repeated(reads: int, sources: list[Tensor]) -> Tensor:
         return weighted(reads, [*sources, sources[0]])
 
     assert_same(repeated, repeated)
 
 
-@pytest.mark.parametrize("kind", ["attend", pytest.param("weighted", marks=pytest.mark.slow)])
-def test_sources_of_two_dtypes(kind: str) -> None:
-    assert_same(partial(read_of, kind), partial(read_of, kind), leaves=3, tolerance=1e-2)
+def test_sources_of_two_dtypes():
+    attend = partial(read_of, "attend")
+    assert_same(attend, attend, leaves=3, tolerance=1e-2)
 
 
-def test_a_second_backward_pass_gives_the_same_gradients() -> None:
+def test_a_second_backward_pass_gives_the_same_gradients():
     leaves = [normal(1, 3, 8, seed=seed) for seed in range(2)]
     assert all(map(torch.equal, *(gradients("triton", weighted, leaves, times) for times in (1, 2))))
 
 
-def test_sums_stay_apart_under_activation_checkpointing() -> None:
+def test_sums_stay_apart_under_activation_checkpointing():
     def contexts() -> tuple[Any, Any]:
         return using("triton"), using("triton")
 
@@ -87,7 +87,7 @@ def test_sums_stay_apart_under_activation_checkpointing() -> None:
     assert_same(recomputed, weighted)
 
 
-def test_autograd_adds_no_gradients_of_shared_sources() -> None:
+def test_autograd_adds_no_gradients_of_shared_sources():
     x = normal(1, 3, 8).requires_grad_() * 1
     with using("triton"):
         outputs = [weighted(1, [x]), weighted(2, [x])]

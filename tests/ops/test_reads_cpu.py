@@ -19,9 +19,7 @@ of_each = pytest.mark.parametrize("kind", READS)
     reads=st.integers(1, 4), n=st.integers(1, 5), t=st.integers(1, 9), d=st.integers(1, 6), started=st.booleans(),
     biased=st.booleans(), eps=st.sampled_from([None, 1e-5, 0.1]), chunk=st.sampled_from([2**15, 12]),
 )  # fmt: skip
-def test_reads_equal_the_definition(
-    kind: str, reads: int, n: int, t: int, d: int, started: bool, biased: bool, eps: float | None, chunk: int
-) -> None:
+def test_reads_equal_the_definition(kind, reads, n, t, d, started, biased, eps, chunk):
     arguments = tensors(kind, reads, n, t, d, started, biased)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(autograd, "CHUNK", chunk)
@@ -30,7 +28,7 @@ def test_reads_equal_the_definition(
 
 
 @of_each
-def test_a_source_used_twice_gets_both_gradients(kind: str) -> None:
+def test_a_source_used_twice_gets_both_gradients(kind):
     x = normal(3, 4, seed=1).double().requires_grad_()
     parameters = [None if y is None else y.double() for y in parameters_of(kind, 2, 3, 4)]
     (twice,) = torch.autograd.grad(read(kind, parameters, [x, x, x], ())[0].sum(), x)
@@ -39,7 +37,7 @@ def test_a_source_used_twice_gets_both_gradients(kind: str) -> None:
 
 
 @of_each
-def test_the_result_has_the_widest_dtype_of_the_sources(kind: str) -> None:
+def test_the_result_has_the_widest_dtype_of_the_sources(kind):
     parameters, xs = parameters_of(kind, 2, 2, 4), [normal(3, 4, seed=j).bfloat16().requires_grad_() for j in (1, 2)]
     out, *lse = read(kind, parameters, xs, ())
     assert [out.dtype, *(x.dtype for x in lse)] == [torch.bfloat16, *[torch.float32] * (kind == "attend")]
@@ -50,7 +48,7 @@ def test_the_result_has_the_widest_dtype_of_the_sources(kind: str) -> None:
     assert xs[1].grad.dtype == torch.bfloat16
 
 
-def test_autocast_does_not_round_the_scores() -> None:
+def test_autocast_does_not_round_the_scores():
     parameters, xs = parameters_of("attend", 2, 2, 16), [normal(3, 16, seed=j) for j in (1, 2)]
     expected = read("attend", parameters, xs, ())
     with torch.autocast("cpu", torch.bfloat16):

@@ -5,7 +5,6 @@ from pathlib import Path
 from statistics import stdev
 
 import numpy as np
-import pytest
 
 from depthlm.report import report
 from depthlm.report.choice import choice_parts, choice_table, groups_of
@@ -48,7 +47,7 @@ def train(overrides: list[str] = SWEEP, rounds: int = 5) -> None:
             write_run(point.directory, loss or 3.0, failure="DivergedError: bad" if loss is None else None)
 
 
-def test_the_chosen_value_stands_between_its_neighbours_with_their_intervals() -> None:
+def test_the_chosen_value_stands_between_its_neighbours_with_their_intervals():
     train()
     (vanilla, mhc) = ([cell.text for cell in cells] for cells in choice_table(read_sweep(SWEEP)).rows)
     # of the differences (0.1, 0.16) and (0.02, -0.01), each with one degree of freedom; Student's t of two is 4.303
@@ -62,7 +61,7 @@ def test_the_chosen_value_stands_between_its_neighbours_with_their_intervals() -
     assert mhc == ["mhc", "lr", "4e-3", "2.9000", below, "8e-3: diverged", "8", "not separated from 2e-3"]
 
 
-def test_a_report_has_the_choice_its_cost_and_a_picture() -> None:
+def test_a_report_has_the_choice_its_cost_and_a_picture():
     train()
     text = report([*SWEEP, "to=report"]).read_text()
     # 13 of the runs that choose are complete, and have 98.7 seconds each
@@ -76,9 +75,7 @@ def test_a_report_has_the_choice_its_cost_and_a_picture() -> None:
     assert lines(results_table(read_sweep(SWEEP)))["mhc"][2] == "0.0000 [0.0000, 0.0000]"
 
 
-def test_the_picture_rings_the_chosen_values_and_has_the_intervals_of_their_neighbours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_picture_rings_the_chosen_values_and_has_the_intervals_of_their_neighbours(tmp_path, monkeypatch):
     figures = keep_figures(monkeypatch)
     train()
     choice_parts(read_sweep(SWEEP), tmp_path)
@@ -90,7 +87,7 @@ def test_the_picture_rings_the_chosen_values_and_has_the_intervals_of_their_neig
     assert [sum(len(bar) > 0 and not np.isnan(bar).any() for bar in of_line) for of_line in bars] == [2, 1]
 
 
-def test_a_report_says_which_groups_have_not_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_says_which_groups_have_not_chosen(capsys):
     train(rounds=1)
     text = report([*SWEEP, "to=report"]).read_text()
     waiting = "1 group without a chosen value yet: mhc (6 of 8 runs done)."
@@ -100,7 +97,7 @@ def test_a_report_says_which_groups_have_not_chosen(capsys: pytest.CaptureFixtur
     assert "2 runs: 2 waiting." in text
 
 
-def test_a_choice_at_the_edge_or_by_one_seed_is_marked() -> None:
+def test_a_choice_at_the_edge_or_by_one_seed_is_marked():
     sweep = [f"{LR}=1e-3,2e-3", f"experiment.best_over={LR}", "experiment.selection_seeds=[11]", "experiment.widen=0"]
     train(sweep)
     ((*_, below, above, runs, remark),) = (
@@ -110,7 +107,7 @@ def test_a_choice_at_the_edge_or_by_one_seed_is_marked() -> None:
     assert remark == "one seed: no interval; at the edge of the grid"
 
 
-def test_each_of_two_settings_has_a_row_and_a_picture(tmp_path: Path) -> None:
+def test_each_of_two_settings_has_a_row_and_a_picture(tmp_path):
     sweep = [f"{LR}=1e-3,2e-3,4e-3", f"{DECAY}=0.1,0.2,0.3", f"experiment.best_over=[{LR},{DECAY}]", SEEDS]
     for point in sweep_points(sweep):
         rate, decay = float(point.settings[LR]), float(point.settings[DECAY])
@@ -127,7 +124,7 @@ def test_each_of_two_settings_has_a_row_and_a_picture(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("choice*")} == {"choice_lr.png", "choice_weight_decay.png"}
 
 
-def test_the_report_of_an_experiment_has_the_choice(tmp_path: Path) -> None:
+def test_the_report_of_an_experiment_has_the_choice(tmp_path):
     (tmp_path / "conf/experiment/mine").mkdir(parents=True)
     (tmp_path / "conf/experiment/mine/it.yaml").write_text(MINE)
     name, folder = ["experiment=mine/it"], tmp_path / "report"

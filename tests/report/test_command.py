@@ -34,9 +34,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 
 @pytest.mark.usefixtures("real_directories")
-def test_report_prints_the_main_table_and_the_path(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_prints_the_main_table_and_the_path(monkeypatch, capsys):
     write_run("outputs/pair/vanilla-tiny-seed1", 2.5)
     run(monkeypatch, "experiment=pair")
     shown = capsys.readouterr().out
@@ -50,9 +48,7 @@ def test_report_prints_the_main_table_and_the_path(
 
 
 @pytest.mark.usefixtures("real_directories")
-def test_a_sweep_without_runs_ends_with_the_command_that_trains_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_without_runs_ends_with_the_command_that_trains_it(monkeypatch, capsys):
     run(monkeypatch, "experiment=pair", "seed=3", "to=report")
     printed = capsys.readouterr().out
     trained = f"No run has begun. To train them: python train.py -m experiment=pair seed=3 --config-dir={CONFIGS}\n"
@@ -66,7 +62,7 @@ def test_a_sweep_without_runs_ends_with_the_command_that_trains_it(
 
 
 @pytest.mark.usefixtures("real_directories")
-def test_overrides_select_points_and_changes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overrides_select_points_and_changes_are_reported(monkeypatch):
     write_run("outputs/pair/dca-tiny-seed1", 2.25)
     write_run("outputs/pair/dca-tiny-seed2", 2.75)
     run(monkeypatch, "experiment=pair", "model=dca", "seed=1,2", "training.log_every=5", "to=report")
@@ -92,9 +88,7 @@ def test_overrides_select_points_and_changes_are_reported(monkeypatch: pytest.Mo
         (["experiment=pair", "to=file"], "to=file: the report cannot be written there"),
     ],
 )
-def test_mistakes_print_a_message_and_exit_with_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_mistakes_print_a_message_and_exit_with_2(monkeypatch, capsys, arguments, message):
     Path("file").write_text("")
     with pytest.raises(SystemExit) as caught:
         run(monkeypatch, *arguments)
@@ -105,9 +99,7 @@ def test_mistakes_print_a_message_and_exit_with_2(
     assert "Traceback" not in error
 
 
-def test_a_sweep_without_an_experiment_has_a_report(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_without_an_experiment_has_a_report(monkeypatch, capsys):
     losses = {"mhc": {1e-3: (3.0, 3.1), 3e-3: (2.8, 2.91)}, "vanilla": {1e-3: (3.05, 3.16), 3e-3: (2.9, 3.0)}}
     folders = {}
     for point in sweep_points(["model=vanilla,mhc", "optimizer.lr=1e-3,3e-3", "seed=1,2"]):
@@ -134,7 +126,7 @@ def test_a_sweep_without_an_experiment_has_a_report(
 
 
 @pytest.mark.usefixtures("real_directories")
-def test_the_protocol_has_the_precision_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_protocol_has_the_precision_of_the_runs(monkeypatch):
     def precision(*overrides: str) -> list[str]:
         run(monkeypatch, *overrides, "to=report")
         return row(Path("report/report.md").read_text(), "precision")
@@ -148,9 +140,7 @@ def test_the_protocol_has_the_precision_of_the_runs(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("real_directories")
-def test_the_results_of_a_sweep_are_printed_with_the_command_that_prints_them_again(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_results_of_a_sweep_are_printed_with_the_command_that_prints_them_again(capsys):
     write_run("outputs/default/mhc-tiny-seed1", 3.0)
     show_results(["model=vanilla,mhc"])
     shown = capsys.readouterr().out

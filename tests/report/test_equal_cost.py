@@ -34,7 +34,7 @@ def trained() -> list[str]:
     return overrides
 
 
-def test_costs_are_multiples_of_the_references_and_the_law_says_how_much_more_of_each_it_needs() -> None:
+def test_costs_are_multiples_of_the_references_and_the_law_says_how_much_more_of_each_it_needs():
     sweep = with_costs(read_sweep(trained()))
     table = cost_table(sweep, sweep.rows)
     assert table is not None
@@ -51,7 +51,7 @@ def test_costs_are_multiples_of_the_references_and_the_law_says_how_much_more_of
     assert needs["time"] == pytest.approx(1, rel=1e-3)
 
 
-def test_a_report_on_mechanisms_has_the_section_and_one_on_rates_has_not() -> None:
+def test_a_report_on_mechanisms_has_the_section_and_one_on_rates_has_not():
     columns = {"loss": {"title": "loss", "metric": "validation_loss", "digits": 4}}
     for number, varied in enumerate(({"model": ["vanilla", "mhc"]}, {"optimizer.lr": [1e-3, 2e-3]})):
         of = experiment(points=[varied], columns=columns, series=next(iter(varied)))
@@ -65,20 +65,20 @@ points_of = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1
 
 
 @given(points=points_of)
-def test_the_front_has_the_points_that_no_other_beats(points: list[tuple[int, int]]) -> None:
+def test_the_front_has_the_points_that_no_other_beats(points):
     front = [point[:2] for point in find_front([CostPoint(x, y, 0.0) for x, y in points])]
     expected = {(x, y) for x, y in points if not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)}
     assert {*front} == expected
     assert front == sorted(front)
 
 
-def test_the_front_has_only_points_that_intervals_separate() -> None:
+def test_the_front_has_only_points_that_intervals_separate():
     cheap, alike, better = CostPoint(1, 3.0, 0.1), CostPoint(2, 2.9, 0.05), CostPoint(3, 2.7, 0.1)
     assert find_front([cheap, alike, better]) == [cheap, better]
     assert find_front([cheap, better._replace(interval=None)]) == []
 
 
-def test_a_training_time_that_the_logged_speeds_do_not_determine_is_unknown() -> None:
+def test_a_training_time_that_the_logged_speeds_do_not_determine_is_unknown():
     directories = [point.directory for point in sweep_points(["model=vanilla,mhc", "seed=1"])]
     for directory in directories:
         write_run(directory, cache_bytes_per_token=100)

@@ -29,7 +29,7 @@ RULE = experiment(
 
 
 @pytest.mark.usefixtures("rendered")
-def test_the_report_has_our_numbers_the_papers_and_differences_against_the_baseline() -> None:
+def test_the_report_has_our_numbers_the_papers_and_differences_against_the_baseline():
     for directory, loss in zip(directories(RULE, "smoke"), (3.0, 2.9, 2.95), strict=True):
         write_run(directory, loss)
     text = reported(RULE, "smoke")
@@ -48,7 +48,7 @@ def test_the_report_has_our_numbers_the_papers_and_differences_against_the_basel
     assert is_png("loss_curves.png")
 
 
-def test_runs_of_the_papers_protocol_are_compared_with_its_numbers() -> None:
+def test_runs_of_the_papers_protocol_are_compared_with_its_numbers():
     for directory, loss in zip(directories(RULE), (3.0, 2.9, 2.95), strict=True):
         write_run(directory, loss)
     # a loss that is not finite gives no number
@@ -60,7 +60,7 @@ def test_runs_of_the_papers_protocol_are_compared_with_its_numbers() -> None:
     assert "1 of 2 complete runs have no finite number yet for validation loss (`validation_loss`)." in text
 
 
-def test_the_spread_of_the_papers_number_stands_beside_ours() -> None:
+def test_the_spread_of_the_papers_number_stands_beside_ours():
     points = [
         {"label": "Vanilla", "model": "vanilla", "paper": {"loss": [3.1, 0.0125]}},
         {"label": "DCA", "model": "dca", "paper": {"loss": [2.5, 0]}},
@@ -76,7 +76,7 @@ def test_the_spread_of_the_papers_number_stands_beside_ours() -> None:
     assert row(text, "MoDA") == ["2", "**2.00 ± 0.14**", "2.75", "-0.75"]
 
 
-def test_a_half_finished_sweep_reports_the_progress_of_each_run() -> None:
+def test_a_half_finished_sweep_reports_the_progress_of_each_run():
     rule = directories(RULE, "smoke")
     write_run(rule[0], 3.0)
     write_run(rule[1], 2.9, done=0.5)
@@ -91,7 +91,7 @@ def test_a_half_finished_sweep_reports_the_progress_of_each_run() -> None:
     assert "pale lines that end in a cross" in text
 
 
-def test_an_empty_sweep_has_only_the_papers_numbers() -> None:
+def test_an_empty_sweep_has_only_the_papers_numbers():
     text = reported(RULE)
     assert "3 runs: 3 waiting." in text
     assert "Waiting: Vanilla; Uniform \\| Mix; Depth-Attention." in text
@@ -102,7 +102,7 @@ def test_an_empty_sweep_has_only_the_papers_numbers() -> None:
     assert "Nothing to draw yet." in text
 
 
-def test_several_seeds_are_reported_with_their_count_and_deviation() -> None:
+def test_several_seeds_are_reported_with_their_count_and_deviation():
     for number, directory in enumerate(directories(RULE, "smoke", ["1", "2"])):
         # the last run of the second seed is incomplete
         gain = 0.05 + 0.002 * (number // 3)
@@ -117,7 +117,7 @@ def test_several_seeds_are_reported_with_their_count_and_deviation() -> None:
     assert "Error bars: 95% intervals over seeds, of differences paired by seed." in text
 
 
-def test_a_column_at_a_share_of_the_run() -> None:
+def test_a_column_at_a_share_of_the_run():
     columns = {
         "end": {"title": "at the end", "metric": "validation_loss"},
         "half": {"title": "at half", "metric": "validation_loss", "at": 0.5},
@@ -134,7 +134,7 @@ def test_a_column_at_a_share_of_the_run() -> None:
     assert "later (`validation_loss` after 60% of the steps)" in text
 
 
-def test_the_average_perplexity_is_over_the_validation_sets_of_the_other_columns() -> None:
+def test_the_average_perplexity_is_over_the_validation_sets_of_the_other_columns():
     names = ("validation/a/", "validation/b/", "validation_", "validation/average_")
     metrics = [f"{name}perplexity" for name in names]
     columns = {str(number): {"metric": metric, "digits": 2} for number, metric in enumerate(metrics)}
@@ -153,7 +153,7 @@ def test_the_average_perplexity_is_over_the_validation_sets_of_the_other_columns
     assert row(text, "Depth-Attention") == ["8.00", "10.00", "5.00", "9.00"]
 
 
-def test_wide_groups_have_separate_tables_for_ours_the_papers_and_the_difference() -> None:
+def test_wide_groups_have_separate_tables_for_ours_the_papers_and_the_difference():
     names = [f"task{number}" for number in range(17)]
     columns = {
         name: {"title": name, "metric": name, "group": "zero-shot", "better": "higher", "scale": 0.01, "digits": 1}
@@ -179,7 +179,7 @@ def test_wide_groups_have_separate_tables_for_ours_the_papers_and_the_difference
     assert row(text, "dca", 6) == [DASH, "9.000", DASH]
 
 
-def test_the_best_is_marked_for_each_size_separately_where_seeds_separate_it() -> None:
+def test_the_best_is_marked_for_each_size_separately_where_seeds_separate_it():
     points = [{"label": label, "model": label, "size": ["micro", "tiny"]} for label in ("vanilla", "dca")]
     of = experiment(points=points, columns=COLUMNS)
     losses = (3.0, 2.5, 3.1, 2.4, 3.2, 2.7, 3.31, 2.59)
@@ -192,7 +192,7 @@ def test_the_best_is_marked_for_each_size_separately_where_seeds_separate_it() -
     assert row(text, "dca, tiny", 1) == ["vanilla, tiny", "-0.1050 \\[-0.1265, -0.0835\\]"]
 
 
-def test_a_run_with_another_protocol_is_reported() -> None:
+def test_a_run_with_another_protocol_is_reported():
     write_run(directories(RULE)[0], config={"optimizer": {"lr": 0.5}, "training": {"log_every": 999}})
     text = reported(RULE)
     assert "- Vanilla: optimizer.lr: 0.5, not 0.003" in text
@@ -202,7 +202,7 @@ def test_a_run_with_another_protocol_is_reported() -> None:
     assert "- a cosine" not in reported(RULE, "smoke")
 
 
-def test_an_experiment_without_columns_reports_the_validation_loss_and_the_real_sizes_of_its_models() -> None:
+def test_an_experiment_without_columns_reports_the_validation_loss_and_the_real_sizes_of_its_models():
     of = experiment(points=[{"model": ["vanilla", "dca"]}])
     for directory, parameters in zip(directories(of, "smoke"), (370_000, 380_000), strict=True):
         write_run(directory, 2.5, parameters=parameters)
@@ -212,7 +212,7 @@ def test_an_experiment_without_columns_reports_the_validation_loss_and_the_real_
     assert row(text, size.name) == [str(size.num_layers), str(size.hidden_size), "370K to 380K", "40K"]
 
 
-def test_the_validation_loss_stands_in_for_metrics_that_no_run_has() -> None:
+def test_the_validation_loss_stands_in_for_metrics_that_no_run_has():
     columns = {"piqa": {"title": "PIQA", "metric": "zero_shot/piqa", "better": "higher", "group": "tasks"}}
     points = [{"label": label, "model": label, "paper": {"piqa": 70.0}} for label in ("vanilla", "dca")]
     of = experiment(points=points, columns=columns, figure="bars")
@@ -229,7 +229,7 @@ def test_the_validation_loss_stands_in_for_metrics_that_no_run_has() -> None:
     assert "for PIQA (`zero_shot/piqa`). `python -m depthlm evaluate run=<run> tasks=...` measures tasks." in text
 
 
-def test_a_picture_of_inspect_is_shown_or_the_command_that_draws_it() -> None:
+def test_a_picture_of_inspect_is_shown_or_the_command_that_draws_it():
     of = experiment(points=[{"model": "dca"}], pictures=["dca_b"])
     assert "Nothing to draw yet." in reported(of)
     (directory,) = directories(of)

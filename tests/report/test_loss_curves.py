@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 
 from depthlm.report.figures.loss_curves import (
-    MOST_NAMED,
     Line,
     LossCurve,
     Panel,
     draw_loss_curves,
-    make_title,
-    mean_line,
     move_apart,
     panels_of,
     read,
@@ -47,7 +44,7 @@ def curve(name: str, *losses: float, mechanism: str = "vanilla", **settings: Any
     return LossCurve(name, mechanism_named(mechanism), [read_run(run) for run in runs])
 
 
-def test_losses_are_the_means_of_the_logging_intervals_with_gaps() -> None:
+def test_losses_are_the_means_of_the_logging_intervals_with_gaps():
     folder = write_run("run")
     rows = [
         {"step": 41, "tokens": 41000, "loss": 3.0, "mean_loss": 3.5},
@@ -60,24 +57,6 @@ def test_losses_are_the_means_of_the_logging_intervals_with_gaps() -> None:
     assert tokens.tolist()[-2:] == pytest.approx([40500, 41500])
     assert loss[40] == 3.5
     assert np.isnan(loss[41])
-
-
-def test_smoothing_keeps_gaps_and_constants() -> None:
-    noise = np.tile([1.0, 3.0], 100)
-    noise[50] = np.nan
-    smoothed = smooth(noise)
-    assert np.isnan(smoothed[50])
-    assert np.nanstd(smoothed) < np.nanstd(noise)
-    assert smooth(np.ones(200)).tolist() == [1.0] * 200
-
-
-def test_the_mean_of_seeds_is_taken_where_all_have_rows() -> None:
-    first = Line(np.array([1.0, 2.0, 3.0]), np.array([4.0, 3.0, np.nan]))
-    second = Line(np.array([1.0, 1.5, 2.0, 3.0]), np.array([2.0, 9.0, 2.0, 1.0]))
-    (tokens, loss), losses = mean_line([first, second])
-    assert tokens.tolist() == [1.0, 2.0, 3.0]
-    np.testing.assert_array_equal(loss, [3.0, 2.5, np.nan])
-    np.testing.assert_array_equal(losses, [[4.0, 3.0, np.nan], [2.0, 2.0, 1.0]])
 
 
 BOTH = {"model": ["vanilla", "dca"]}
@@ -107,15 +86,13 @@ SHAPES = [{"size.num_layers": layers, "backbone.norm": norm} for layers, norm in
         ([BOTH], ["tiny"], ["vanilla", "dca"]),
     ],
 )
-def test_a_panel_is_named_by_what_distinguishes_its_task(
-    points: list[dict[str, Any]], titles: list[str], names: list[str]
-) -> None:
+def test_a_panel_is_named_by_what_distinguishes_its_task(points, titles, names):
     panels = panels_of(sweep(experiment(points=points)))
     assert [panel.title.partition(": ")[0] for panel in panels] == titles
     assert [curve.name for curve in panels[0].curves] == names
 
 
-def test_seeds_are_drawn_as_their_mean_and_a_band(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeds_are_drawn_as_their_mean_and_a_band(monkeypatch):
     panels = [Panel("micro", [curve("a", 3.0, 3.2), curve("b", 2.5, mechanism="dca")])]
     (axes,), notes = drawn(panels, monkeypatch)
     first, second = (smooth(read(run).y) for run in panels[0].curves[0].runs)
@@ -134,7 +111,7 @@ def test_seeds_are_drawn_as_their_mean_and_a_band(monkeypatch: pytest.MonkeyPatc
     assert high < first[4]
 
 
-def test_titles_of_panels_beside_each_other_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_titles_of_panels_beside_each_other_do_not_overlap(monkeypatch):
     title = "lr 1e-3: 2 layers of width 64, 369.1K to 394.8K parameters"
     panels, _ = drawn([Panel(title, [curve(f"a{number}", 3.0)]) for number in range(3)], monkeypatch)
     panels[0].figure.draw_without_rendering()
@@ -143,7 +120,7 @@ def test_titles_of_panels_beside_each_other_do_not_overlap(monkeypatch: pytest.M
     assert all(box.x1 < end for box, end in zip(boxes, ends, strict=True))
 
 
-def test_incomplete_runs_are_pale_and_end_in_a_cross(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_runs_are_pale_and_end_in_a_cross(monkeypatch):
     waiting = LossCurve("waiting", mechanism_named("dca"), [read_run("no")])
     (axes,), notes = drawn([Panel("", [curve("a", 3.0, done=0.5), curve("b", 2.5), waiting])], monkeypatch)
     assert [text.get_text() for text in axes.texts] == ["a (stopped, step 20)", "b"]
@@ -152,21 +129,14 @@ def test_incomplete_runs_are_pale_and_end_in_a_cross(monkeypatch: pytest.MonkeyP
     assert any("Thin pale lines that end in a cross" in note for note in notes)
 
 
-def test_in_a_crowded_panel_each_mechanism_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    many = [curve(f"a{number}", 3.0 + 0.1 * number) for number in range(MOST_NAMED)]
-    (axes,), notes = drawn([Panel("", [*many, curve("b", 2.5, mechanism="dca")])], monkeypatch)
-    assert [text.get_text() for text in axes.texts] == ["vanilla", "dca"]
-    assert any(f"{MOST_NAMED + 1} curves in a panel are too many" in note for note in notes)
-
-
-def test_panels_without_losses_are_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panels_without_losses_are_omitted(monkeypatch):
     empty = Panel("empty", [LossCurve("waiting", mechanism_named("dca"), [read_run("no")])])
     assert draw_loss_curves([empty], Path("loss_curves.png"), "") is None
     panels, _ = drawn([empty, *(Panel(str(number), [curve(f"a{number}", 3.0)]) for number in range(5))], monkeypatch)
     assert [axes.get_title() for axes in panels] == ["0", "1", "2", "3", "4"]
 
 
-def test_names_are_moved_apart_by_as_little_as_possible() -> None:
+def test_names_are_moved_apart_by_as_little_as_possible():
     for wanted, places in (
         ([], []),
         ([0.9, 0.1], [0.9, 0.1]),
@@ -182,13 +152,6 @@ def test_names_are_moved_apart_by_as_little_as_possible() -> None:
         assert move_apart(wanted, 0.1) == pytest.approx(places, abs=1e-3)
 
 
-def test_a_panel_is_titled_with_the_real_size_of_its_models() -> None:
-    runs = [read_run(write_run(f"{number}", parameters=number)) for number in (370_000, 380_000)]
-    assert make_title("700M", {(4, 16)}, runs) == "700M: 4 layers of width 16, 370K to 380K parameters"
-    assert make_title("", {(4, 16), (6, 16)}, runs[:1]) == "370K parameters"
-    assert make_title("tiny", {(None, None)}, []) == "tiny"
-
-
 @pytest.mark.parametrize(
     ("over", "places", "title"),
     [
@@ -197,9 +160,7 @@ def test_a_panel_is_titled_with_the_real_size_of_its_models() -> None:
         ("time", np.linspace(0.25, 1, 4) * SECONDS, "training time (seconds)"),
     ],
 )
-def test_validation_curves_have_a_point_for_each_validation(
-    monkeypatch: pytest.MonkeyPatch, over: str, places: list[float], title: str
-) -> None:
+def test_validation_curves_have_a_point_for_each_validation(monkeypatch, over, places, title):
     of = experiment(points=[{"label": name, "model": name} for name in ("vanilla", "dca")], curves=[over])
     vanilla, dca = directories(of)
     write_run(vanilla, 3.0)
@@ -219,7 +180,7 @@ def test_validation_curves_have_a_point_for_each_validation(
     assert {text.get_text() for text in axes.texts} == {"vanilla", "dca (stopped, step 20)"}
 
 
-def test_validations_of_seeds_are_averaged_although_they_take_place_at_different_times() -> None:
+def test_validations_of_seeds_are_averaged_although_they_take_place_at_different_times():
     quick, slow = Line(np.array([1.0, 2.0]), np.array([9.0, 7.0])), Line(np.array([5.0, 10.0]), np.array([8.0, 5.0]))
     (seconds, mean), perplexities = mean_points([quick, slow])
     np.testing.assert_array_equal([seconds, mean], [[3.0, 6.0], [8.5, 6.0]])

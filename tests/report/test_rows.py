@@ -42,7 +42,7 @@ def sweep(*points: Point) -> Sweep:
     return Sweep(Experiment(), gather(points), {"loss": LOSS}, [], [])
 
 
-def test_seeds_form_one_row_with_mean_and_sample_deviation() -> None:
+def test_seeds_form_one_row_with_mean_and_sample_deviation():
     for seed, loss in enumerate([3.0, 3.1, 3.5], 1):
         write_run(home(f"run-{seed}"), loss, parameters=49_650_000)
     (row,) = rows(*(point("Vanilla", f"run-{seed}", model="vanilla", seed=str(seed)) for seed in (1, 2, 3)))
@@ -54,7 +54,7 @@ def test_seeds_form_one_row_with_mean_and_sample_deviation() -> None:
     assert loss_over_seeds == Measured(pytest.approx(3.2), pytest.approx(math.sqrt((0.04 + 0.01 + 0.09) / 2)), 3)
 
 
-def test_one_seed_gives_no_deviation_and_no_seed_gives_no_number() -> None:
+def test_one_seed_gives_no_deviation_and_no_seed_gives_no_number():
     write_run(home("run-1"), 3.0)
     write_run(home("run-2"), 2.0, done=0.5)
     (row,) = rows(*(point("Vanilla", f"run-{seed}", seed=str(seed)) for seed in (1, 2)))
@@ -63,7 +63,7 @@ def test_one_seed_gives_no_deviation_and_no_seed_gives_no_number() -> None:
     assert measure_column(row, LOSS) is None
 
 
-def test_a_row_is_named_by_its_label_and_differing_settings_or_its_mechanism() -> None:
+def test_a_row_is_named_by_its_label_and_differing_settings_or_its_mechanism():
     (row,) = gather([Point(["output_dir=a"], {"model/attention": "moda", "seed": "2"})])
     assert (row.label, row.seeds) == ("moda", ["2"])
     rates = rows(*(point("A", name, size="tiny", optimizer__lr=f"{name}e-3") for name in "12"))
@@ -72,7 +72,7 @@ def test_a_row_is_named_by_its_label_and_differing_settings_or_its_mechanism() -
     assert labels == ["source /a/train", "source /b/train"]
 
 
-def test_differences_are_taken_between_runs_of_one_seed() -> None:
+def test_differences_are_taken_between_runs_of_one_seed():
     for name, losses in {"vanilla": [3.0, 3.4], "moda": [2.9, 3.28]}.items():
         for seed, loss in enumerate(losses, 1):
             write_run(home(f"{name}-{seed}"), loss)
@@ -86,7 +86,7 @@ def test_differences_are_taken_between_runs_of_one_seed() -> None:
     assert difference(other, base, LOSS) == Measured(pytest.approx(-0.1), None, 0)
 
 
-def test_incomplete_and_foreign_files_give_no_validation_number() -> None:
+def test_incomplete_and_foreign_files_give_no_validation_number():
     write_run(home("a"))
     (home("a") / "metrics.jsonl").write_text(
         '{"step": 1, "tokens": 9, "loss": 2.0}\n[1]\n12\n{"other": 1}\n{"step": 2, "to'
@@ -99,7 +99,7 @@ def test_incomplete_and_foreign_files_give_no_validation_number() -> None:
         assert by_seed(row, Column(metric="training_perplexity")) == {}
 
 
-def test_a_row_is_compared_with_the_baseline_of_its_size() -> None:
+def test_a_row_is_compared_with_the_baseline_of_its_size():
     compared = sweep(
         point("Vanilla 1B", "a", model="vanilla", size="1b"),
         point("Vanilla 3B", "b", model="vanilla", size="3b"),
@@ -116,7 +116,7 @@ def test_a_row_is_compared_with_the_baseline_of_its_size() -> None:
     assert compared.reference_of(compared.rows[1]) is compared.rows[0]
 
 
-def test_models_of_a_task_that_the_experiment_names_are_compared() -> None:
+def test_models_of_a_task_that_the_experiment_names_are_compared():
     points = [
         point("OLMo2", "a", model="vanilla", size="moda_700m_38l"),
         point("OLMo2", "b", model="vanilla", size="moda_1.5b", size__num_layers="38"),
@@ -130,7 +130,7 @@ def test_models_of_a_task_that_the_experiment_names_are_compared() -> None:
     assert [series.name for series in compared.series] == ["OLMo2", "MoDA"]
 
 
-def test_a_series_without_a_common_label_is_named_by_its_value() -> None:
+def test_a_series_without_a_common_label_is_named_by_its_value():
     compared = sweep(
         point("Baseline", "a", model="vanilla"),
         point("Blocks of 2", "b", model="attention_residuals", model__connection__block_size="2"),
@@ -141,7 +141,7 @@ def test_a_series_without_a_common_label_is_named_by_its_value() -> None:
     assert [series.key for series in compared.series] == ["vanilla", "attention_residuals", "rezero"]
 
 
-def test_pooling_weights_variances_by_their_degrees_of_freedom() -> None:
+def test_pooling_weights_variances_by_their_degrees_of_freedom():
     # Student's t of two degrees of freedom is 4.303
     assert Measured(3.0, 0.1, 3).interval == pytest.approx(4.303 * 0.1 / math.sqrt(3), rel=1e-3)
     assert Measured(3.0, None, 1).interval is None
@@ -157,7 +157,7 @@ def test_pooling_weights_variances_by_their_degrees_of_freedom() -> None:
     assert numbers[1] == Measured(-0.5, None, 0)
 
 
-def test_the_best_row_is_better_at_every_common_seed() -> None:
+def test_the_best_row_is_better_at_every_common_seed():
     losses = {"a": {1: 3.0, 2: 3.1}, "b": {1: 2.9, 2: 3.001, 3: 3.6}}
     for name, by_number in losses.items():
         for seed, loss in by_number.items():

@@ -16,7 +16,7 @@ from tests.runs.wandb_file import records
 from .made_up import row, write_run
 
 
-def test_the_report_has_the_numbers_and_differing_settings() -> None:
+def test_the_report_has_the_numbers_and_differing_settings():
     write_run("outputs/a/base", 3.0, config={"seed": 1, "optimizer": {"lr": 0.1}, "output_dir": "outputs/a/base"})
     write_run("outputs/b/base", 2.5, config={"seed": 1, "optimizer": {"lr": 0.1}, "model": {"name": "a|b"}})
     write_run("outputs/c/base", 2.0, done=0.5, failure="ValueError: no\nmore", config={"optimizer": {"lr": 0.2}})
@@ -36,7 +36,7 @@ def test_the_report_has_the_numbers_and_differing_settings() -> None:
     assert Path("report/loss_curves.png").exists()
 
 
-def test_runs_that_differ_only_in_the_seed_form_one_row() -> None:
+def test_runs_that_differ_only_in_the_seed_form_one_row():
     for model, losses in {"vanilla": (3.0, 3.1, 3.05), "mhc": (2.9, 3.01, 2.95)}.items():
         for seed, loss in enumerate(losses, 1):
             write_run(f"outputs/{model}-{seed}", loss, config={"seed": seed, "model": {"name": model}})
@@ -46,7 +46,7 @@ def test_runs_that_differ_only_in_the_seed_form_one_row() -> None:
     assert Path("outputs/report/report.md").exists()
 
 
-def test_the_seeds_that_choose_a_setting_are_apart_from_those_that_report() -> None:
+def test_the_seeds_that_choose_a_setting_are_apart_from_those_that_report():
     chosen = {"experiment": {"best_over": ["optimizer.lr"], "selection_seeds": [11]}, "optimizer": {"lr": 0.1}}
     for seed, loss in ((11, 1.0), (1, 3.0), (2, 3.1)):
         write_run(f"outputs/vanilla-tiny-seed{seed}", loss, config={"seed": seed, **chosen})
@@ -55,7 +55,7 @@ def test_the_seeds_that_choose_a_setting_are_apart_from_those_that_report() -> N
     assert row(text, "vanilla, seeds that choose")[:2] == ["1", "1.0000 \\[0.1015, 1.8985\\]"]
 
 
-def test_an_extended_run_is_apart_from_one_that_was_as_long_from_the_start() -> None:
+def test_an_extended_run_is_apart_from_one_that_was_as_long_from_the_start():
     for seed in (1, 2):
         write_run(f"outputs/{seed}", config={"seed": seed})
     for step in (20, 30):
@@ -64,7 +64,7 @@ def test_an_extended_run_is_apart_from_one_that_was_as_long_from_the_start() -> 
     assert [row(text, label)[0] for label in ("extended_at 20,30, seed 2", "vanilla, seed 1")] == ["1", "1"]
 
 
-def test_runs_of_few_updates_are_called_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_few_updates_are_called_a_trial(monkeypatch):
     for model, loss in (("vanilla", 3.0), ("mhc", 2.0)):
         for seed in (1, 2, 3):
             write_run(f"outputs/{model}{seed}", loss + 0.1 * seed, config={"seed": seed, "model": {"name": model}})
@@ -75,14 +75,14 @@ def test_runs_of_few_updates_are_called_a_trial(monkeypatch: pytest.MonkeyPatch)
     assert "**2.2000" not in text
 
 
-def test_a_copy_of_a_run_does_not_change_the_labels_of_others() -> None:
+def test_a_copy_of_a_run_does_not_change_the_labels_of_others():
     for folder, model, seed in (("a", "mhc", 1), ("b", "mhc", 2), ("copy", "mhc", 1), ("c", "vanilla", 1)):
         write_run(f"outputs/{folder}", config={"seed": seed, "model": {"name": model}})
     text = report(["outputs"]).read_text()
     assert [row(text, label)[0] for label in ("mhc", "mhc, copy", "vanilla")] == ["2", "1", "1"]
 
 
-def test_a_run_without_a_readable_configuration_is_compared_with_none() -> None:
+def test_a_run_without_a_readable_configuration_is_compared_with_none():
     write_run("outputs/mhc", 3.0, config={"model": {"name": "mhc"}})
     write_run("outputs/dca", 2.9, config={"model": {"name": "dca"}})
     (write_run("outputs/broken", 4.0) / "config.yaml").write_text("a: [")
@@ -91,7 +91,7 @@ def test_a_run_without_a_readable_configuration_is_compared_with_none() -> None:
     assert "4.0000" not in text
 
 
-def test_another_row_may_be_the_baseline(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_row_may_be_the_baseline(capsys):
     for rate, loss in ((0.1, 3.0), (0.001, 2.5)):
         write_run(f"outputs/{rate}", loss, config={"optimizer": {"lr": rate}})
     report(["outputs", "baseline=optimizer.lr=1e-3"])
@@ -102,7 +102,7 @@ def test_another_row_may_be_the_baseline(capsys: pytest.CaptureFixture[str]) -> 
         report(["outputs", "baseline=mhc"])
 
 
-def test_reports_beside_the_runs_are_skipped() -> None:
+def test_reports_beside_the_runs_are_skipped():
     for number in range(2):
         write_run(f"outputs/{number}", config={"optimizer": {"lr": number}})
     report(["outputs"])
@@ -113,7 +113,7 @@ def test_reports_beside_the_runs_are_skipped() -> None:
         find_runs(folders[2:])
 
 
-def test_a_path_without_runs_is_an_error_and_a_run_named_twice_is_reported_once() -> None:
+def test_a_path_without_runs_is_an_error_and_a_run_named_twice_is_reported_once():
     folder = write_run("outputs/base")
     Path("outputs/empty").mkdir()
     for names, message in {
@@ -130,7 +130,7 @@ def test_a_path_without_runs_is_an_error_and_a_run_named_twice_is_reported_once(
     assert len(find_runs([str(folder), f" {folder}/", "outputs/b*"])) == 1
 
 
-def test_rows_are_named_by_the_settings_in_which_the_runs_differ() -> None:
+def test_rows_are_named_by_the_settings_in_which_the_runs_differ():
     mhc = {"model.name": "mhc", "model.connection.num_streams": 4, "optimizer.lr": 0.1}
     assert distinguishing_settings({"a": mhc, "b": mhc | {"model.name": "dca", "optimizer.lr": 0.2}}) == {
         "a": {"model": "mhc", "optimizer.lr": "lr 0.1"},
@@ -145,7 +145,7 @@ def test_rows_are_named_by_the_settings_in_which_the_runs_differ() -> None:
     assert distinguishing_settings({"a": mhc, "b": mhc}) == {"a": {"run": "a"}, "b": {"run": "b"}}
 
 
-def test_what_follows_from_a_size_or_an_option_is_not_in_the_name_of_a_row() -> None:
+def test_what_follows_from_a_size_or_an_option_is_not_in_the_name_of_a_row():
     def labels(*overrides: list[str]) -> list[str]:
         configs = {str(number): flatten(asdict(compose_anywhere(texts))) for number, texts in enumerate(overrides)}
         return [", ".join(parts.values()) for parts in distinguishing_settings(configs).values()]
@@ -157,16 +157,14 @@ def test_what_follows_from_a_size_or_an_option_is_not_in_the_name_of_a_row() -> 
     assert lengths == ["mhc, max_steps 9", "vanilla, max_tokens 1M"]
 
 
-def test_a_project_that_wandb_cannot_have_is_refused() -> None:
+def test_a_project_that_wandb_cannot_have_is_refused():
     for project in ("", "a/b/c", "team/"):
         with pytest.raises(UserError, match="must be <project> or <team>/<project>"):
             report(["runs=outputs/a/base", f"wandb={project}"])
 
 
 @pytest.mark.usefixtures("rendered")
-def test_a_report_is_uploaded_to_wandb_with_numbers_that_can_be_plotted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_is_uploaded_to_wandb_with_numbers_that_can_be_plotted(monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
     write_run("outputs/a/base", 3.0, config={"optimizer": {"lr": 0.1}})
     write_run("outputs/b/base", 2.5, config={"optimizer": {"lr": 0.2}})

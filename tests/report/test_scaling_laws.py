@@ -45,7 +45,7 @@ def noisy(mechanism: str, size: float, seed: int) -> float:
 
 
 @pytest.mark.usefixtures("rendered")
-def test_the_report_has_the_fit_and_the_savings() -> None:
+def test_the_report_has_the_fit_and_the_savings():
     text = reported(trained(exact, fits={"vanilla": [1.891, -0.057]}))
     fit = row(text, "vanilla", 0)
     assert (fit[0], fit[1][:2], fit[2][:7], *fit[3:]) == ("4", "4 ", "-0.0500", "1.0000", "1.891", "-0.057")
@@ -59,7 +59,7 @@ def test_the_report_has_the_fit_and_the_savings() -> None:
     assert is_png("scaling.png")
 
 
-def test_seeds_give_intervals_that_cover_the_truth() -> None:
+def test_seeds_give_intervals_that_cover_the_truth():
     seeds = ("1", "2", "3")
     of = trained(noisy, seeds)
     trained_sweep = sweep(of, seeds=seeds)
@@ -82,7 +82,7 @@ def test_seeds_give_intervals_that_cover_the_truth() -> None:
     assert row(text, "dca, 2", 3)[2].startswith("1.2")
 
 
-def test_below_an_r2_of_0_9_no_fit_is_drawn_and_no_savings_are_printed() -> None:
+def test_below_an_r2_of_0_9_no_fit_is_drawn_and_no_savings_are_printed():
     losses = {1: 3.0, 2: 3.3, 4: 2.9, 8: 2.95}
     text = reported(trained(lambda mechanism, size, seed: losses[int(size)] - 0.1 * (mechanism == "dca")))
     assert "has an R² of 0.16" in text
@@ -100,7 +100,7 @@ def test_below_an_r2_of_0_9_no_fit_is_drawn_and_no_savings_are_printed() -> None
         ([2.9, 3.0], [1.0, 2.0], "does not fall with its compute, so no saving"),
     ],
 )
-def test_too_few_points_explain_the_missing_numbers(losses: list[float], compute: list[float], note: str) -> None:
+def test_too_few_points_explain_the_missing_numbers(losses, compute, note):
     points = [{"label": label, "model": label, "size.num_layers": [2, 4]} for label in ("vanilla", "dca")]
     of = experiment(points=points, columns=LOSS, figure="scaling")
     vanilla, dca = directories(of)[:2], directories(of)[2:]
@@ -121,7 +121,7 @@ def test_too_few_points_explain_the_missing_numbers(losses: list[float], compute
     start=st.floats(1e-12, 1e12),
     factors=st.lists(st.floats(1.2, 10), min_size=1, max_size=6),
 )
-def test_any_law_is_recovered(a: float, b: float, start: float, factors: list[float]) -> None:
+def test_any_law_is_recovered(a, b, start, factors):
     x = [start]
     for factor in factors:
         x.append(x[-1] * factor)
@@ -133,7 +133,7 @@ def test_any_law_is_recovered(a: float, b: float, start: float, factors: list[fl
     assert law.at(x[0]) == pytest.approx(a * x[0] ** b)
 
 
-def test_too_few_points_give_no_law_no_r2_or_no_intervals() -> None:
+def test_too_few_points_give_no_law_no_r2_or_no_intervals():
     for x, y in (([], []), ([1.0], [2.0]), ([1.0, 1.05, 1.0], [2.0, 1.9, 2.1]), ([1.0, 2.0], [2.0, 0.0])):
         assert fit_power_law(x, y) is None
     constant, two = fit_power_law([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]), fit_power_law([1.0, 2.0], [3.0, 2.9])
@@ -144,7 +144,7 @@ def test_too_few_points_give_no_law_no_r2_or_no_intervals() -> None:
 
 
 @given(seed=st.integers(0, 1000), points=st.integers(3, 12))
-def test_the_intervals_are_those_of_a_linear_regression(seed: int, points: int) -> None:
+def test_the_intervals_are_those_of_a_linear_regression(seed, points):
     generator = random.Random(seed)
     x = [1e-9 * 2**i for i in range(points)]
     y = [3 * c**-0.08 * math.exp(generator.gauss(0, 0.01)) for c in x]
@@ -159,7 +159,7 @@ def test_the_intervals_are_those_of_a_linear_regression(seed: int, points: int) 
     assert np.log(law.a_interval) == pytest.approx(ends, rel=1e-6)
 
 
-def test_a_law_is_usable_if_it_surely_falls_and_explains_the_variance() -> None:
+def test_a_law_is_usable_if_it_surely_falls_and_explains_the_variance():
     for losses, is_usable in (
         ([3.0, 2.9, 2.8], True),
         ([3.0, 3.0, 3.0], False),
@@ -175,12 +175,12 @@ def test_a_law_is_usable_if_it_surely_falls_and_explains_the_variance() -> None:
         assert law.usable is is_usable
 
 
-def test_students_t_agrees_with_printed_tables() -> None:
+def test_students_t_agrees_with_printed_tables():
     assert [round(student_t(freedom), 3) for freedom in (1, 2, 4, 10)] == [12.706, 4.303, 2.776, 2.228]
     assert round(student_t(10, 0.99), 3) == 3.169
 
 
-def test_the_interval_of_a_ratio_covers_it_as_often_as_it_says() -> None:
+def test_the_interval_of_a_ratio_covers_it_as_often_as_it_says():
     generator = np.random.default_rng(1)
     numerators, denominators = generator.normal(-0.02, 0.005, 4000), generator.normal(-0.08, 0.008, 4000)
     covered = 0
@@ -194,7 +194,7 @@ def test_the_interval_of_a_ratio_covers_it_as_often_as_it_says() -> None:
     assert ratio_interval(-0.02, 0.001, -0.08, 0.09) is None
 
 
-def test_a_factor_is_clear_if_its_interval_excludes_one() -> None:
+def test_a_factor_is_clear_if_its_interval_excludes_one():
     assert Needed(1.2, (1.1, 1.4), False).is_clear
     assert Needed(0.8, (0.7, 0.9), False).is_clear
     assert not Needed(1.2, (0.9, 1.6), False).is_clear

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from depthlm.report.figures.sublayer_norms import draw_sublayer_norms
 
@@ -21,7 +20,7 @@ def write_norms(directory: str, *factors: float) -> None:
     (Path(directory) / "blocks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_the_last_measurement_is_drawn_over_the_sublayers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_measurement_is_drawn_over_the_sublayers(monkeypatch):
     of = experiment(points=[{"model": "vanilla"}, {"model": "mhc"}, {"model": "dca"}])
     for directory in directories(of, seeds=["1", "2"]):
         write_run(directory)
@@ -37,7 +36,7 @@ def test_the_last_measurement_is_drawn_over_the_sublayers(monkeypatch: pytest.Mo
     assert all(len(np.asarray(line.get_ydata())) == 6 for line in gradients.lines)
 
 
-def test_a_report_has_the_figure_or_says_that_there_is_none() -> None:
+def test_a_report_has_the_figure_or_says_that_there_is_none():
     of = experiment(points=[{"model": "vanilla"}], curves=["depth"])
     (directory,) = directories(of)
     write_run(directory)

@@ -21,7 +21,7 @@ def lines(table: Table) -> dict[str, list[str]]:
     return {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
 
 
-def test_a_factor_of_compute_stands_where_the_sizes_of_the_baseline_give_a_law() -> None:
+def test_a_factor_of_compute_stands_where_the_sizes_of_the_baseline_give_a_law():
     overrides = ["model=vanilla,mhc", f"size={','.join(SIZES)}", "seed=1,2"]
     for point in sweep_points(overrides):
         flops = 1e15 * 4 ** SIZES.index(point.settings["size"])
@@ -37,7 +37,7 @@ def test_a_factor_of_compute_stands_where_the_sizes_of_the_baseline_give_a_law()
     assert next(iter(lines(table))) == "mhc, nano_630k"
 
 
-def test_the_seeds_are_counted_and_their_interval_is_pooled() -> None:
+def test_the_seeds_are_counted_and_their_interval_is_pooled():
     overrides = ["optimizer.lr=1e-3,3e-3", "seed=1,2,3"]
     for point, loss in zip(sweep_points(overrides), (3.0, 3.1, 3.2, 2.9, 3.0, 3.1), strict=True):
         write_run(point.directory, loss, done=0.5 if loss == 3.2 else 1)
@@ -53,7 +53,7 @@ def test_the_seeds_are_counted_and_their_interval_is_pooled() -> None:
     assert lines(table)["lr 3e-3"][2] == "-0.1000 [-0.1000, -0.1000]"
 
 
-def test_the_best_row_is_bold_by_the_interval_of_its_own_line() -> None:
+def test_the_best_row_is_bold_by_the_interval_of_its_own_line():
     overrides = ["model=vanilla,mhc,moda,dca", "seed=1,2"]
     losses = {"vanilla": (3.0, 3.1), "mhc": (3.0, 3.1), "moda": (3.0, 3.1), "dca": (2.6, 2.78)}
 
@@ -70,7 +70,7 @@ def test_the_best_row_is_bold_by_the_interval_of_its_own_line() -> None:
     assert dca() == ("-0.3950 [-0.4585, -0.3315]", True)
 
 
-def test_a_run_that_was_extended_has_its_new_length() -> None:
+def test_a_run_that_was_extended_has_its_new_length():
     overrides = ["model=vanilla,mhc", "training.max_steps=40,80"]
     for point in sweep_points(overrides):
         steps = 60 if point.mechanism == "mhc" else int(point.settings["training.max_steps"])
@@ -81,7 +81,7 @@ def test_a_run_that_was_extended_has_its_new_length() -> None:
     assert {*lines(results_table(read_sweep(overrides)))} == labels
 
 
-def test_a_sweep_that_has_not_begun_has_a_table_also_of_parts_of_a_mechanism() -> None:
+def test_a_sweep_that_has_not_begun_has_a_table_also_of_parts_of_a_mechanism():
     for overrides in (["model=vanilla,mhc"], ["seed=1,2"]):
         assert {cells[1] for cells in lines(results_table(read_sweep(overrides))).values()} == {"missing"}
     overrides = ["model=vanilla", "model/connection=mhc,residual"]
@@ -90,7 +90,7 @@ def test_a_sweep_that_has_not_begun_has_a_table_also_of_parts_of_a_mechanism() -
     assert lines(results_table(read_sweep(overrides)))["mhc"][2] == "-0.1000"
 
 
-def test_a_row_is_compared_only_where_the_baseline_has_its_settings() -> None:
+def test_a_row_is_compared_only_where_the_baseline_has_its_settings():
     overrides = ["model=vanilla,mhc", "optimizer.lr=1e-3,2e-3"]
     for point in sweep_points(overrides):
         write_run(point.directory, 3.0)
@@ -101,7 +101,7 @@ def test_a_row_is_compared_only_where_the_baseline_has_its_settings() -> None:
     assert lines(results_table(only_mhc))["mhc, lr 2e-3"][2] == "–"
 
 
-def test_the_baseline_is_a_label_a_mechanism_or_a_setting() -> None:
+def test_the_baseline_is_a_label_a_mechanism_or_a_setting():
     sweep = read_sweep(["model=dca", "model/connection=mhc,residual"])
     assert with_baseline(sweep, "dca,connection=mhc").experiment.baseline == "dca,connection=mhc"
     rates = read_sweep(["optimizer.lr=1e-3,3e-3"])

@@ -3,7 +3,7 @@
 from depthlm.report.tables import DASH, Cell, Table, markdown, number_text, plain, short_text, signed_text
 
 
-def test_markdown_characters_are_escaped() -> None:
+def test_markdown_characters_are_escaped():
     table = Table(["", "a|b"], [[Cell("x | y*\n<z>"), Cell("1", bold=True)], [Cell("[link] `c`"), Cell("2")]])
     lines = markdown(table).splitlines()
     assert "a\\|b" in lines[0]
@@ -15,7 +15,7 @@ def test_markdown_characters_are_escaped() -> None:
     assert plain("hyper_connections _x_") == "hyper_connections \\_x\\_"
 
 
-def test_numbers_have_their_decimals_and_sign_or_a_dash() -> None:
+def test_numbers_have_their_decimals_and_sign_or_a_dash():
     nan, inf = float("nan"), float("inf")
     for value, text in {1234.5: "1,234.50", -0.001: "0.00", None: DASH, nan: DASH, inf: DASH}.items():
         assert number_text(value, 2) == text

@@ -34,7 +34,7 @@ def times(seeds: Sequence[str] = ()) -> list[float | None]:
     return [None if number is None else number.mean for number in numbers]
 
 
-def test_it_is_the_time_of_the_first_validation_with_at_most_the_baselines_last_loss() -> None:
+def test_it_is_the_time_of_the_first_validation_with_at_most_the_baselines_last_loss():
     vanilla, dca, mhc = directories(OF)
     write(vanilla, (10, 4.0), (20, 3.5), (30, 3.2), (40, 3.0))
     # slower for a step, and above the loss again later
@@ -46,7 +46,7 @@ def test_it_is_the_time_of_the_first_validation_with_at_most_the_baselines_last_
     assert "no finite number" not in text
 
 
-def test_incomplete_runs_have_no_time() -> None:
+def test_incomplete_runs_have_no_time():
     vanilla, dca, mhc = directories(OF)
     write(vanilla, (10, 4.0), (20, 3.5))
     write(dca, (10, 3.0), done=0.5)
@@ -63,7 +63,7 @@ def test_incomplete_runs_have_no_time() -> None:
     assert times() == [None, None, None]
 
 
-def test_runs_are_compared_with_the_baseline_of_their_seed_or_with_the_mean_of_all() -> None:
+def test_runs_are_compared_with_the_baseline_of_their_seed_or_with_the_mean_of_all():
     for seed, (loss, seconds) in {"1": (3.0, 40), "2": (2.0, 20)}.items():
         vanilla, dca, _ = directories(OF, seeds=[seed])
         write(vanilla, (10, 4.0), (seconds, loss))
@@ -73,7 +73,7 @@ def test_runs_are_compared_with_the_baseline_of_their_seed_or_with_the_mean_of_a
     assert times(["1", "2", "3"]) == [1.0, (10 / 40 + 20 / 20) / 2, 12 / 30]
 
 
-def test_a_baseline_whose_last_validation_is_not_finite_has_no_final_loss() -> None:
+def test_a_baseline_whose_last_validation_is_not_finite_has_no_final_loss():
     vanilla, dca, _ = directories(OF)
     write(vanilla, (10, 4.0), (20, 3.5), (30, None))
     write(dca, (10, 3.0), (20, 2.0))

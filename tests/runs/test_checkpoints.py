@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
@@ -61,7 +60,7 @@ def newest(directory: Path) -> str:
     return checkpoint[0].name
 
 
-def test_the_manifest_contains_the_progress_and_lists_every_file(saved: Path) -> None:
+def test_the_manifest_contains_the_progress_and_lists_every_file(saved):
     checkpoint = newest_checkpoint(saved)
     assert checkpoint is not None
     path, manifest = checkpoint
@@ -97,19 +96,22 @@ def _without_ranks(path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "damage", "words"),
     [
+        ("model.safetensors", _truncate, "model.safetensors is not what was saved"),
         ("model.safetensors", _flip, "is not what was saved"),
         ("model.safetensors", Path.unlink, "is missing"),
         ("deepspeed/mp_rank_00_model_states.pt", _flip, "is not what was saved"),
+        ("deepspeed/mp_rank_00_model_states.pt", Path.unlink, "is missing"),
         ("deepspeed/zero_pp_rank_0_mp_rank_00_optim_states.pt", Path.touch, "is not listed in its manifest.json"),
         ("manifest.json", Path.unlink, r"no readable manifest\.json"),
+        ("manifest.json", _truncate, r"no readable manifest\.json"),
+        ("manifest.json", lambda path: path.write_bytes(b"\xff\xfe"), r"no readable manifest\.json"),
+        ("manifest.json", lambda path: path.write_text("[]"), r"no readable manifest\.json"),
         ("manifest.json", lambda path: path.write_text("{}"), r"no readable manifest\.json"),
         ("manifest.json", _without_ranks, r"manifest\.json lacks world_size"),
         ("manifest.json", _of_another_run, r"belongs to another run \(optimizer\.lr differs\)"),
     ],
 )
-def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
-    saved: Path, file: str, damage: Callable[[Path], object], words: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(saved, file, damage, words, caplog):
     damage(saved / "checkpoints/step-00000002" / file)
     with caplog.at_level("WARNING", logger="depthlm"):
         assert newest(saved) == "step-00000001"
@@ -118,13 +120,13 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
     assert re.search(words, caplog.messages[0])
 
 
-def test_a_checkpoint_may_differ_from_the_run_in_changeable_settings(saved: Path, config: Config) -> None:
+def test_a_checkpoint_may_differ_from_the_run_in_changeable_settings(saved, config):
     others = replace(config.training, max_steps=77, micro_batch_size=1, log_every=3)
     (saved / "config.yaml").write_text(config_text(replace(config, training=others)))
     assert newest(saved) == "step-00000002"
 
 
-def test_prune_retains_the_last_the_multiples_and_the_newest_regular_checkpoint(tmp_path: Path) -> None:
+def test_prune_retains_the_last_the_multiples_and_the_newest_regular_checkpoint(tmp_path):
     for number, (keep_last, keep_every, checkpoint_every, kept) in enumerate(
         (
             (2, None, 10, [30, 33, 35]),
@@ -144,7 +146,7 @@ def test_prune_retains_the_last_the_multiples_and_the_newest_regular_checkpoint(
         assert sorted(run.checkpoints.iterdir()) == [run.checkpoint(step) for step in kept]
 
 
-def test_a_manifest_of_another_format_is_refused(saved: Path) -> None:
+def test_a_manifest_of_another_format_is_refused(saved):
     file = RunDirectory(saved).checkpoint(1) / "manifest.json"
     manifest = json.loads(file.read_text())
     assert manifest["format_version"] == 2
@@ -174,7 +176,7 @@ WRONG: list[tuple[str, object, str]] = [
 ]
 
 
-def test_a_value_of_a_wrong_type_and_any_other_content_are_reported(saved: Path) -> None:
+def test_a_value_of_a_wrong_type_and_any_other_content_are_reported(saved):
     checkpoint = RunDirectory(saved).checkpoint(2)
     file = checkpoint / "manifest.json"
     manifest = json.loads(file.read_text())
@@ -188,7 +190,7 @@ def test_a_value_of_a_wrong_type_and_any_other_content_are_reported(saved: Path)
         assert missing_part(saved, 2) is not None
 
 
-def test_every_flipped_bit_of_a_manifest_is_noticed(saved: Path) -> None:
+def test_every_flipped_bit_of_a_manifest_is_noticed(saved):
     file = RunDirectory(saved).checkpoint(2) / "manifest.json"
     content, original = file.read_bytes(), parse_manifest(file.parent)
     for bit in Random(0).sample(range(8 * len(content)), 300):
@@ -201,7 +203,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(saved: Path) -> None:
             continue
 
 
-def test_folders_that_a_user_has_named_are_left_alone(saved: Path) -> None:
+def test_folders_that_a_user_has_named_are_left_alone(saved):
     run = RunDirectory(saved)
     kept = [run.checkpoints / name for name in ("step-00000002-good", "step-2", "step-best", "step-0000000২")]
     for copy in kept:
@@ -212,7 +214,7 @@ def test_folders_that_a_user_has_named_are_left_alone(saved: Path) -> None:
     assert read_manifest(kept[0]).step == 2
 
 
-def test_a_run_without_a_valid_checkpoint_does_not_start_from_scratch(saved: Path) -> None:
+def test_a_run_without_a_valid_checkpoint_does_not_start_from_scratch(saved):
     assert newest_checkpoint(saved / "none") is None
     assert read_manifest(saved / "checkpoints/step-00000001").step == 1
     for path in (saved / "checkpoints").glob("step-*"):

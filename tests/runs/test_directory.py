@@ -32,13 +32,8 @@ def replace(run: Path) -> None:
 
 @pytest.mark.parametrize(("disturb", "when"), [(remove, "train_step"), (replace, "validate")])
 def test_a_run_whose_directory_goes_away_ends_and_writes_nothing_there(
-    small_run: Overrides,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    disturb: Callable[[Path], None],
-    when: str,
-) -> None:
+    small_run, tmp_path, monkeypatch, capsys, disturb, when
+):
     run, function, calls = tmp_path / "run", getattr(trainer, when), []
 
     def disturbed(*arguments: object, **settings: object) -> object:
@@ -58,7 +53,7 @@ def test_a_run_whose_directory_goes_away_ends_and_writes_nothing_there(
         assert (run / "metrics.jsonl").read_text() == "of another run"
 
 
-def test_a_complete_run_with_torn_rows_stays_complete(small_run: Overrides, tmp_path: Path) -> None:
+def test_a_complete_run_with_torn_rows_stays_complete(small_run, tmp_path):
     overrides = small_run("training.max_steps=6")
     assert train(depthlm.compose([*overrides, "training.stop_after=4"])) == 0
     metrics = tmp_path / "run/metrics.jsonl"
@@ -76,8 +71,8 @@ def contents(run: Path) -> dict[str, tuple[int, int]]:
 
 
 def test_a_refused_command_changes_nothing_in_the_run_and_a_failed_attempt_is_recorded(
-    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    small_run, tmp_path, monkeypatch
+):
     run, overrides = tmp_path / "run", small_run("training.max_steps=4")
     assert train(depthlm.compose([*overrides, "training.stop_after=2"])) == 0
     before = contents(run)
@@ -100,7 +95,7 @@ def test_a_refused_command_changes_nothing_in_the_run_and_a_failed_attempt_is_re
     assert read_run(run).state == FAILED
 
 
-def test_a_folder_with_files_of_the_user_is_not_used_as_a_run_directory(small_run: Overrides, tmp_path: Path) -> None:
+def test_a_folder_with_files_of_the_user_is_not_used_as_a_run_directory(small_run, tmp_path):
     config, folder = depthlm.compose(small_run()), tmp_path / "run"
     for name in ("config.yaml", "tokenizer.json", "metrics.jsonl", "loss.png", "failure.json", "checkpoints"):
         file = folder / name / "of mine" if name == "checkpoints" else folder / name
@@ -114,7 +109,7 @@ def test_a_folder_with_files_of_the_user_is_not_used_as_a_run_directory(small_ru
         shutil.rmtree(folder)
 
 
-def test_other_files_of_the_user_in_a_run_directory_are_kept(small_run: Overrides, tmp_path: Path) -> None:
+def test_other_files_of_the_user_in_a_run_directory_are_kept(small_run, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/slurm-1.log").write_text("mine")
     assert train(depthlm.compose(small_run("training.max_steps=2"))) == 0
@@ -124,7 +119,7 @@ def test_other_files_of_the_user_in_a_run_directory_are_kept(small_run: Override
     assert (tmp_path / "run/slurm-1.log").read_text() == "mine"
 
 
-def test_a_run_directory_with_a_pipe_or_a_device_is_refused(small_run: Overrides, tmp_path: Path) -> None:
+def test_a_run_directory_with_a_pipe_or_a_device_is_refused(small_run, tmp_path):
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     assert special_file(run) is None

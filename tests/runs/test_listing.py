@@ -18,7 +18,7 @@ from .made_up import root, write_run
 __all__ = ["root"]
 
 
-def test_a_run_is_listed_with_its_state_and_newest_numbers(root: Path) -> None:
+def test_a_run_is_listed_with_its_state_and_newest_numbers(root):
     runs = list_runs(root)
     assert [(run.directory, run.state, run.step, run.tokens, run.loss, run.validation_loss) for run in runs] == [
         ("outputs/default/base", "complete", 20, 9999, 3.25, 2.5),
@@ -29,13 +29,13 @@ def test_a_run_is_listed_with_its_state_and_newest_numbers(root: Path) -> None:
     assert [run.age for run in runs] == pytest.approx([400_000, 7200, 90, 5], abs=60)
 
 
-def test_a_run_locked_by_another_process_is_running(root: Path) -> None:
+def test_a_run_locked_by_another_process_is_running(root):
     with (root / "sweep/begun/.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert [run.directory for run in list_runs(root, ["running"])] == ["outputs/sweep/begun"]
 
 
-def test_a_row_that_is_half_written_is_not_counted_yet(root: Path) -> None:
+def test_a_row_that_is_half_written_is_not_counted_yet(root):
     file = root / "sweep/begun/metrics.jsonl"
     before = file.read_text()
     for half in ('{"step": 20, "lo', '{"step": 20}', "\x00\x00", "{"):
@@ -48,7 +48,7 @@ def listed(root: Path, *filters: str) -> list[str]:
     return [run.directory.removeprefix("outputs/") for run in list_runs(root, filters)]
 
 
-def test_a_run_must_match_every_filter(root: Path) -> None:
+def test_a_run_must_match_every_filter(root):
     for filters, names in {
         "outputs": "",
         "outputs/sweep": "sweep/begun sweep/new",
@@ -64,7 +64,7 @@ def test_a_run_must_match_every_filter(root: Path) -> None:
         assert listed(root, *filters.split()) == names.split(), filters
 
 
-def test_folders_that_are_not_runs_are_not_listed(root: Path) -> None:
+def test_folders_that_are_not_runs_are_not_listed(root):
     write_run(root, "sweep/.slurm/0001/code/conf")
     write_run(root, "default/base/wandb/offline-run-1/files")
     assert len(list_runs(root)) == 4
@@ -73,14 +73,14 @@ def test_folders_that_are_not_runs_are_not_listed(root: Path) -> None:
     assert len(list_runs(Path("wandb"))) == 1
 
 
-def test_a_run_with_a_broken_configuration_is_listed(root: Path) -> None:
+def test_a_run_with_a_broken_configuration_is_listed(root):
     for content in (b"", b"- 1", b"model: [", b"\xff\xfe", b"model: mhc\n", b"size: &a {name: b}\nmodel: *a"):
         (root / "sweep/new/config.yaml").write_bytes(content)
         run = list_runs(root)[-1]
         assert (run.directory, run.model, run.size) == ("outputs/sweep/new", "?", "?")
 
 
-def test_a_comparison_selects_runs_by_any_value(root: Path) -> None:
+def test_a_comparison_selects_runs_by_any_value(root):
     with (root / "default/base/config.yaml").open("a") as file:
         file.write("optimizer: {lr: 0.001}\ndata: {name: stdlib}\nseed: 1\ndeterministic: false\ninit_from: null\n")
     with (root / "default/broken/config.yaml").open("a") as file:
@@ -110,13 +110,13 @@ def test_a_comparison_selects_runs_by_any_value(root: Path) -> None:
         assert listed(root, *filters.split()) == names.split(), filters
 
 
-def test_a_newest_loss_that_is_not_finite_matches_no_bound(root: Path) -> None:
+def test_a_newest_loss_that_is_not_finite_matches_no_bound(root):
     with (root / "default/broken/metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "tokens": 5500, "loss": null}\n')
     assert [run.directory for run in list_runs(root, ["loss<9", "mhc"])] == ["outputs/sweep/begun"]
 
 
-def test_a_filter_that_cannot_be_right_is_an_error(root: Path) -> None:
+def test_a_filter_that_cannot_be_right_is_an_error(root):
     with (root / "default/base/config.yaml").open("a") as file:
         file.write("optimizer: {lr: 0.001}\n")
     for text, message in {
@@ -138,11 +138,11 @@ def test_a_filter_that_cannot_be_right_is_an_error(root: Path) -> None:
         list_runs(root, ["age<2", "loss<x"])
 
 
-def test_a_key_is_no_mistake_where_there_is_no_run_to_have_it(tmp_path: Path) -> None:
+def test_a_key_is_no_mistake_where_there_is_no_run_to_have_it(tmp_path):
     assert list_runs(tmp_path, ["optimizer.lr>1"], "mean_loss") == []
 
 
-def test_runs_are_sorted_by_a_value_and_those_without_it_are_last(root: Path) -> None:
+def test_runs_are_sorted_by_a_value_and_those_without_it_are_last(root):
     assert [run.directory for run in list_runs(root, sort="tokens")] == [
         "outputs/default/broken", "outputs/sweep/begun", "outputs/default/base", "outputs/sweep/new",
     ]  # fmt: skip
@@ -151,14 +151,14 @@ def test_runs_are_sorted_by_a_value_and_those_without_it_are_last(root: Path) ->
         list_runs(root, sort="token")
 
 
-def test_links_to_folders_and_folders_that_are_being_removed_are_not_listed(root: Path, tmp_path: Path) -> None:
+def test_links_to_folders_and_folders_that_are_being_removed_are_not_listed(root, tmp_path):
     write_run(tmp_path / "elsewhere", "linked")
     (root / "link").symlink_to(tmp_path / "elsewhere")
     write_run(root, "sweep/.removing-old-0123456789abcdef")
     assert len(list_runs(root)) == 4
 
 
-def test_a_directory_of_pipes_devices_and_odd_files_is_one_row(root: Path) -> None:
+def test_a_directory_of_pipes_devices_and_odd_files_is_one_row(root):
     for name in ("pipe", "device", "deep", "flow", "huge", "surrogate"):
         (root / name).mkdir()
         (root / name / "summary.json").write_text('{"steps": 1, "validation_loss": 2.5, "note": "\\ud800"}')
@@ -196,7 +196,7 @@ NUMBERS = st.integers(-(10**15), 10**15) | st.floats(allow_nan=False, allow_infi
 
 
 @given(key=KEYS, sign=st.sampled_from(sorted(SIGNS)), bound=NUMBERS, value=NUMBERS)
-def test_a_comparison_with_a_number_is_that_of_python(key: str, sign: str, bound: float, value: float) -> None:
+def test_a_comparison_with_a_number_is_that_of_python(key, sign, bound, value):
     comparison = parse_comparison(f"{key}{sign}{bound!r}")
     assert comparison is not None
     assert comparison.matches({key: value}) == SIGNS[sign](value, bound)
@@ -205,13 +205,13 @@ def test_a_comparison_with_a_number_is_that_of_python(key: str, sign: str, bound
 
 
 @given(st.text() | st.builds("{}{}{}".format, KEYS | st.just("age"), st.sampled_from(sorted(SIGNS)), st.text()))
-def test_any_text_is_a_comparison_a_word_or_the_users_mistake(text: str) -> None:
+def test_any_text_is_a_comparison_a_word_or_the_users_mistake(text):
     with suppress(UserError):
         comparison = parse_comparison(text)
         assert comparison is None or isinstance(comparison.matches({comparison.key: 1.0}), bool)
 
 
-def test_counts_and_decimal_numbers_are_read() -> None:
+def test_counts_and_decimal_numbers_are_read():
     for text, number in {
         "3.2": 3.2, "1e-3": 0.001, "-1": -1, "1M": 1_000_000, "1.1b": 1_100_000_000, "2_000": 2000, "10B": 10**10,
         "9007199254740993": 9007199254740993,
@@ -221,7 +221,7 @@ def test_counts_and_decimal_numbers_are_read() -> None:
         assert parse_number(text) is None
 
 
-def test_an_age_has_a_unit_and_a_bound_is_a_number() -> None:
+def test_an_age_has_a_unit_and_a_bound_is_a_number():
     for text, seconds in {"30s": 30, "5m": 300, "1.5h": 5400, "2d": 172_800, "2 d": 172_800}.items():
         comparison = parse_comparison(f"age < {text}")
         assert comparison is not None
@@ -235,7 +235,7 @@ def test_an_age_has_a_unit_and_a_bound_is_a_number() -> None:
         assert parse_comparison(text) is None
 
 
-def test_text_flags_and_lists_are_compared_as_they_are_written() -> None:
+def test_text_flags_and_lists_are_compared_as_they_are_written():
     for text, value, matches in (
         ("k=nano_*", "nano_60k", True),
         ("k=NANO_*", "nano_60k", False),

@@ -1,19 +1,17 @@
 """The plot of the loss curve of a run."""
 
 import json
-from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
-import pytest
 
-from depthlm.runs.loss_curve import plot_loss, title_of
+from depthlm.runs.loss_curve import plot_loss
 from depthlm.runs.plots import subplots
 
 from ..pictures import keep_figures
 
 
-def test_the_loss_is_plotted_with_gaps_for_missing_values(tmp_path: Path, rendered: None) -> None:
+def test_the_loss_is_plotted_with_gaps_for_missing_values(tmp_path, rendered):
     rows = [{"step": s, "tokens": s * 1000, "loss": 5.0, "mean_loss": None if s == 2 else 5.0 / s} for s in (1, 2, 3)]
     rows[-1]["validation/set/loss"] = 2.0
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -22,7 +20,7 @@ def test_the_loss_is_plotted_with_gaps_for_missing_values(tmp_path: Path, render
     assert len(picture) > 10_000
 
 
-def test_a_plot_leaves_the_figures_of_a_notebook_alone(tmp_path: Path) -> None:
+def test_a_plot_leaves_the_figures_of_a_notebook_alone(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 1000, "loss": 5.0, "mean_loss": 5.0}\n')
     earlier = matplotlib.get_backend()
     try:
@@ -37,7 +35,7 @@ def test_a_plot_leaves_the_figures_of_a_notebook_alone(tmp_path: Path) -> None:
         matplotlib.use(earlier)
 
 
-def test_the_mean_loss_of_the_interval_is_plotted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mean_loss_of_the_interval_is_plotted(tmp_path, monkeypatch):
     rows = [
         {"step": 4, "tokens": 4_000_000, "loss": 4.0, "mean_loss": 4.5},
         {"step": 8, "tokens": 8_000_000, "loss": None, "mean_loss": 3.5, "validation/set/loss": 3.0},
@@ -49,16 +47,3 @@ def test_the_mean_loss_of_the_interval_is_plotted(tmp_path: Path, monkeypatch: p
     training, validation = figures["loss"].axes[0].lines
     assert training.get_xydata().tolist() == [[2_000_000, 4.5], [6_000_000, 3.5]]
     assert validation.get_xydata().tolist() == [[8_000_000, 3.0]]
-
-
-def test_the_title_names_the_mechanism_and_the_size(tmp_path: Path) -> None:
-    folder = tmp_path / "sweep/run"
-    folder.mkdir(parents=True)
-    assert title_of(folder) == "sweep/run"
-    for config, title in {
-        "model: {name: depth_attention}\nsize: {name: nano_60k}": "depth_attention, nano_60k",
-        "model: {name: depth_attention}\nsize: nano": "sweep/run",
-        "model: [": "sweep/run",
-    }.items():
-        (folder / "config.yaml").write_text(config)
-        assert title_of(folder) == title

@@ -37,7 +37,7 @@ def write(folder: Path, rows: int = 0, **files: Any) -> Path:
     return folder
 
 
-def test_the_state_of_a_run_follows_from_its_files(tmp_path: Path) -> None:
+def test_the_state_of_a_run_follows_from_its_files(tmp_path):
     assert read_run(tmp_path / "none").state == WAITING
     run = write(tmp_path / "run", rows=3)
     assert (read_run(run).state, read_run(run).step, read_run(run).loss) == (STOPPED, 3, 4.97)
@@ -50,7 +50,7 @@ def test_the_state_of_a_run_follows_from_its_files(tmp_path: Path) -> None:
     assert read_run(run).state == COMPLETE
 
 
-def test_only_a_complete_run_has_numbers_and_only_finite_ones_count(tmp_path: Path) -> None:
+def test_only_a_complete_run_has_numbers_and_only_finite_ones_count(tmp_path):
     run = write(tmp_path, rows=100, evaluation={"step": 100, "zero_shot/piqa": 0.7})
     assert read_run(run).number("validation_loss") is None
     write(run, summary=SUMMARY)
@@ -63,7 +63,7 @@ def test_only_a_complete_run_has_numbers_and_only_finite_ones_count(tmp_path: Pa
     assert record.number("validation_loss", at=0.5) is None
 
 
-def test_what_training_measured_takes_precedence_over_an_evaluation_of_the_last_checkpoint(tmp_path: Path) -> None:
+def test_what_training_measured_takes_precedence_over_an_evaluation_of_the_last_checkpoint(tmp_path):
     name = "validation/stdlib/loss"
     run = write(tmp_path, summary=SUMMARY | {name: 2.5}, evaluation={"step": 100, name: 2.6, "zero_shot/piqa": 0.7})
     assert (read_run(run).number(name), read_run(run).number("zero_shot/piqa")) == (2.5, 0.7)
@@ -73,7 +73,7 @@ def test_what_training_measured_takes_precedence_over_an_evaluation_of_the_last_
         assert (read_run(run).number(name), read_run(run).number("zero_shot/piqa")) == (2.5, None)
 
 
-def test_a_metric_of_a_comparison_is_read_from_the_same_file_of_all_runs(tmp_path: Path) -> None:
+def test_a_metric_of_a_comparison_is_read_from_the_same_file_of_all_runs(tmp_path):
     name, other = "validation/a/loss", "zero_shot/piqa"
     trained = write(tmp_path / "trained", summary=SUMMARY | {name: 2.5})
     evaluated = write(tmp_path / "evaluated", summary=SUMMARY, evaluation={"step": 100, name: 2.1, other: 0.7})
@@ -89,7 +89,7 @@ def test_a_metric_of_a_comparison_is_read_from_the_same_file_of_all_runs(tmp_pat
     assert with_one_source([read_run(evaluated)])[0].number(name) == 2.1
 
 
-def test_a_number_that_is_not_finite_is_a_result_and_damage_is_none(tmp_path: Path) -> None:
+def test_a_number_that_is_not_finite_is_a_result_and_damage_is_none(tmp_path):
     for value, result in ((2.5, 2.5), (None, math.inf), (math.nan, math.inf), *((wrong, None) for wrong in WRONG)):
         run = read_run(write(tmp_path, summary=SUMMARY | {"validation_loss": value, "validation/a/text": "0a, 5"}))
         assert (run.state, run.result("validation_loss"), run.result("none")) == (COMPLETE, result, None)
@@ -97,7 +97,7 @@ def test_a_number_that_is_not_finite_is_a_result_and_damage_is_none(tmp_path: Pa
         assert run.damage is None or run.damage.endswith("summary.json: validation_loss is not a number")
 
 
-def test_validation_sets_of_one_name_and_other_text_are_named(tmp_path: Path) -> None:
+def test_validation_sets_of_one_name_and_other_text_are_named(tmp_path):
     def run(name: str, **texts: str | None) -> RunRecord:
         sets = {f"validation/{key}/loss": 2.5 for key in texts}
         known = {f"validation/{key}/text": text for key, text in texts.items() if text is not None}
@@ -110,7 +110,7 @@ def test_validation_sets_of_one_name_and_other_text_are_named(tmp_path: Path) ->
     assert (differing_texts(runs), differing_texts(runs, every_set=True)) == ([], ["c"])
 
 
-def test_a_number_before_the_end_is_that_of_the_nearest_validation(tmp_path: Path) -> None:
+def test_a_number_before_the_end_is_that_of_the_nearest_validation(tmp_path):
     run = write(tmp_path, summary=SUMMARY)
     rows = [{"step": step, "loss": 3.0, "validation/a/loss": 2.0 + step / 100} for step in (30, 60, 90)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -118,7 +118,7 @@ def test_a_number_before_the_end_is_that_of_the_nearest_validation(tmp_path: Pat
     assert read_run(run).number("validation_loss", at=0.45) is None
 
 
-def test_damaged_files_affect_only_their_own_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_files_affect_only_their_own_numbers(tmp_path, capsys):
     broken, valid = write(tmp_path / "broken"), write(tmp_path / "valid", rows=100, summary=SUMMARY)
     for damage in (b"\xff\xfe{", b'{"loss": 2}\n', b"[1, 2]\n", b"nonsense", b""):
         for name in ("metrics.jsonl", "summary.json", "evaluation.json", "failure.json"):
@@ -141,8 +141,6 @@ def logged(*rows: tuple[int, float | None, int | None]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("rows", "points"),
     [
-        ([], []),
-        (logged((10, 5.0, 10), (20, 4.0, 10)), [(500, 5.0), (1500, 4.0)]),
         # the first step joins the interval after it, weighted by its updates
         (logged((1, 9.0, 1), (10, 4.0, 9), (20, 4.0, 10), (30, 4.0, 10)), [(500, 4.5), (1500, 4.0), (2500, 4.0)]),
         # the mean at step 30 is over ten updates, those before a stop at step 22 included
@@ -165,7 +163,5 @@ def logged(*rows: tuple[int, float | None, int | None]) -> list[dict[str, Any]]:
         (logged((10, 5.0, None), (20, 4.0, None)), [(500, 5.0), (1500, 4.0)]),
     ],
 )
-def test_every_point_of_a_loss_curve_is_a_mean_over_a_whole_interval(
-    rows: list[dict[str, Any]], points: list[tuple[float, float | None]]
-) -> None:
+def test_every_point_of_a_loss_curve_is_a_mean_over_a_whole_interval(rows, points):
     assert interval_losses(rows) == [(pytest.approx(tokens), loss) for tokens, loss in points]

@@ -25,7 +25,7 @@ def add_checkpoint(run: Path, size: int = 100_000) -> Path:
     return folder.parent
 
 
-def test_the_matching_runs_are_removed_and_the_others_are_not(root: Path) -> None:
+def test_the_matching_runs_are_removed_and_the_others_are_not(root):
     planned = plan_removal(root, list_runs(root, ["mhc"]), only_checkpoints=False)
     assert [(plan.path, plan.state) for plan in planned] == [
         (root / "default/broken", "failed"),
@@ -36,7 +36,7 @@ def test_the_matching_runs_are_removed_and_the_others_are_not(root: Path) -> Non
     assert sorted(path.name for path in (root / "sweep").iterdir()) == ["new"]
 
 
-def test_runs_are_found_while_a_checkpoint_is_renamed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_found_while_a_checkpoint_is_renamed(root, monkeypatch):
     staging = root / "default/base/checkpoints/.saving-step-00000020/deepspeed"
     staging.mkdir(parents=True)
     scandir = os.scandir
@@ -56,7 +56,7 @@ def test_runs_are_found_while_a_checkpoint_is_renamed(root: Path, monkeypatch: p
     assert not staging.exists()
 
 
-def test_results_are_kept_where_only_checkpoints_are_removed(root: Path) -> None:
+def test_results_are_kept_where_only_checkpoints_are_removed(root):
     checkpoints = add_checkpoint(root / "default/base")
     names = {path.name for path in (root / "default/base").iterdir()}
     (plan,) = plan_removal(root, list_runs(root, ["default"]), only_checkpoints=True)
@@ -67,7 +67,7 @@ def test_results_are_kept_where_only_checkpoints_are_removed(root: Path) -> None
     assert list_runs(root, ["state=complete"])[0].validation_loss == 2.5
 
 
-def test_a_run_in_which_a_process_trains_is_kept(root: Path) -> None:
+def test_a_run_in_which_a_process_trains_is_kept(root):
     runs = list_runs(root)
     (free,) = [plan for plan in plan_removal(root, runs, False) if plan.path.name == "base"]
     with (root / "default/base/.lock").open("w") as lock:
@@ -80,7 +80,7 @@ def test_a_run_in_which_a_process_trains_is_kept(root: Path) -> None:
     assert remove(locked) == LOCKED
 
 
-def test_a_folder_that_is_not_a_run_and_the_folder_of_the_runs_itself_are_kept(root: Path) -> None:
+def test_a_folder_that_is_not_a_run_and_the_folder_of_the_runs_itself_are_kept(root):
     (root / "other").mkdir()
     for content in ("a: 1\n", "- 1\n", "model: [", "model: mhc\nsize: tiny\n"):
         (root / "other/config.yaml").write_text(content)
@@ -94,7 +94,7 @@ def test_a_folder_that_is_not_a_run_and_the_folder_of_the_runs_itself_are_kept(r
     assert "--root" in plan.kept
 
 
-def test_a_run_that_contains_another_run_is_kept(root: Path) -> None:
+def test_a_run_that_contains_another_run_is_kept(root):
     write_run(root, "default/base/inner")
     planned = {plan.path: plan.kept for plan in plan_removal(root, list_runs(root, ["base"]), False)}
     assert planned == {
@@ -103,7 +103,7 @@ def test_a_run_that_contains_another_run_is_kept(root: Path) -> None:
     }
 
 
-def test_what_links_point_to_is_kept(root: Path, tmp_path: Path) -> None:
+def test_what_links_point_to_is_kept(root, tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "weights").write_text("1")
@@ -119,9 +119,7 @@ def test_what_links_point_to_is_kept(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("only_checkpoints", [False, True])
-def test_an_interrupted_removal_leaves_no_run_and_the_next_one_removes_the_rest(
-    root: Path, monkeypatch: pytest.MonkeyPatch, only_checkpoints: bool
-) -> None:
+def test_an_interrupted_removal_leaves_no_run_and_the_next_one_removes_the_rest(root, monkeypatch, only_checkpoints):
     run = root / "default/base"
     checkpoints = add_checkpoint(run)
     (plan,) = plan_removal(root, list_runs(root, ["base"]), only_checkpoints)
@@ -146,22 +144,7 @@ def test_an_interrupted_removal_leaves_no_run_and_the_next_one_removes_the_rest(
     assert remove(leftover) is None
 
 
-def test_a_leftover_inside_a_run_that_is_removed_is_counted_with_it(root: Path) -> None:
-    (root / "default/base/.removing-checkpoints-0123456789abcdef").mkdir()
-    (root / "default/.removing-mine").mkdir()
-    runs = list_runs(root, ["base"])
-    assert [plan.path.name for plan in plan_removal(root, runs, False)] == ["base"]
-    assert [plan.state for plan in plan_removal(root, runs, True)] == [LEFTOVER]
-
-
-def test_a_run_named_checkpoints_is_a_run(root: Path) -> None:
-    write_run(root, "default/base/checkpoints")
-    (plan,) = plan_removal(root, list_runs(root, ["base/checkpoints"]), only_checkpoints=False)
-    assert (plan.run, plan.path) == (root / "default/base/checkpoints",) * 2
-    assert remove(plan) is None
-
-
-def test_the_size_counts_each_file_once_and_no_file_behind_a_link(tmp_path: Path) -> None:
+def test_the_size_counts_each_file_once_and_no_file_behind_a_link(tmp_path):
     (tmp_path / "a/b").mkdir(parents=True)
     before = size_on_disk(tmp_path / "a")
     (tmp_path / "large").write_bytes(os.urandom(1_000_000))

@@ -18,7 +18,7 @@ reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumul
 SETTINGS = {name: {"name": "any"} for name in ("model", "size", "data", "experiment")}
 
 
-def test_a_service_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
     def init(**settings: object) -> None:
         raise OSError("No space left on device")
 
@@ -32,16 +32,14 @@ def test_a_service_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypat
     assert scalars(tmp_path, "loss") == [(1, 1.0)]
 
 
-def test_tracker_is_one_service_or_a_list_of_them() -> None:
+def test_tracker_is_one_service_or_a_list_of_them():
     for choice in ("none", "wandb", "[tensorboard,trackio]"):
         tracker = compose_anywhere([f"tracker={choice}"]).tracker
         expected = [name for name in ("wandb", "tensorboard", "trackio") if name in choice]
         assert [name for name in ("wandb", "tensorboard", "trackio") if getattr(tracker, name)] == expected
 
 
-def test_a_tracker_that_is_not_installed_is_an_error_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tracker_that_is_not_installed_is_an_error_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as error:
         compose(["tracker=[wandb,trackio]", "kernels=torch"])
@@ -58,7 +56,7 @@ def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in accumulator.Scalars(name)]
 
 
-def test_scalars_have_the_steps_of_metrics_and_text_has_the_configuration_and_alerts(tmp_path: Path) -> None:
+def test_scalars_have_the_steps_of_metrics_and_text_has_the_configuration_and_alerts(tmp_path):
     trackers = start(tmp_path, 0)
     for step in (1, 5):
         trackers.write({"step": step, "loss": 4.0 / step, "mfu": None})
@@ -73,7 +71,7 @@ def test_scalars_have_the_steps_of_metrics_and_text_has_the_configuration_and_al
     assert "mfu" not in accumulator.Tags()["scalars"]
 
 
-def test_steps_that_are_trained_again_replace_those_of_the_process_that_was_killed(tmp_path: Path) -> None:
+def test_steps_that_are_trained_again_replace_those_of_the_process_that_was_killed(tmp_path):
     killed = start(tmp_path, 0)
     for step in (10, 20, 30):
         killed.write({"step": step, "loss": 1.0})
@@ -84,7 +82,7 @@ def test_steps_that_are_trained_again_replace_those_of_the_process_that_was_kill
     assert scalars(tmp_path, "loss") == [(10, 1.0), (20, 1.0), (30, 2.0)]
 
 
-def test_an_evaluation_of_an_earlier_checkpoint_hides_no_later_step(tmp_path: Path) -> None:
+def test_an_evaluation_of_an_earlier_checkpoint_hides_no_later_step(tmp_path):
     training = start(tmp_path, 0)
     training.write({"step": 30, "loss": 1.0})
     training.close(None)
@@ -116,7 +114,7 @@ print([(alert["title"], alert["step"]) for alert in SQLiteStorage.get_alerts("tr
 """
 
 
-def test_a_run_that_is_resumed_is_one_run_with_the_steps_of_metrics_and_nothing_is_printed(tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_is_one_run_with_the_steps_of_metrics_and_nothing_is_printed(tmp_path):
     environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HOME": str(tmp_path)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(

@@ -12,26 +12,26 @@ LOSSES = st.none() | st.floats(min_value=0, max_value=100)
 
 
 @given(st.dictionaries(st.text(min_size=1), LOSSES))
-def test_a_row_gives_the_same_losses_back(by_set: dict[str, float | None]) -> None:
+def test_a_row_gives_the_same_losses_back(by_set):
     row = {"step": 3, "loss": 2.0, **ValidationLosses(by_set).row()}
     assert ValidationLosses.of_row(row) == ValidationLosses(by_set)
 
 
-def test_the_mean_needs_a_finite_loss_of_every_set() -> None:
+def test_the_mean_needs_a_finite_loss_of_every_set():
     assert ValidationLosses({"a": 1.0, "b": 2.0}).mean == 1.5
     assert ValidationLosses({"a": 1.0, "b": None}).mean is None
     assert ValidationLosses({}).mean is None
     assert not ValidationLosses.of_row({"step": 1, "loss": 2.0, "validation/loss": 1.0})
 
 
-def test_each_set_has_a_loss_and_a_perplexity_in_a_row() -> None:
+def test_each_set_has_a_loss_and_a_perplexity_in_a_row():
     assert ValidationLosses({"a/b": math.log(7)}).row() == {
         "validation/a/b/loss": math.log(7),
         "validation/a/b/perplexity": pytest.approx(7),
     }
 
 
-def test_a_value_that_is_not_a_finite_number_is_none() -> None:
+def test_a_value_that_is_not_a_finite_number_is_none():
     for value in (None, math.nan, math.inf, "2.0", True):
         assert finite(value) is None
         assert ValidationLosses.of_row({"validation/a/loss": value}).by_set == {"a": None}

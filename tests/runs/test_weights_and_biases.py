@@ -52,7 +52,7 @@ class Run:
             raise OSError("No space left on device")
 
 
-def test_online_falls_back_to_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_online_falls_back_to_offline(monkeypatch, tmp_path):
     asked: list[str] = []
 
     def init(**settings: Any) -> Run:
@@ -84,7 +84,7 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return warnings
 
 
-def test_a_service_that_fails_stops_with_a_single_warning(warnings: list[str], tmp_path: Path) -> None:
+def test_a_service_that_fails_stops_with_a_single_warning(warnings, tmp_path):
     tracker = tracked(Run(fails=True), tmp_path)
     tracker.write({"step": 1, "loss": 1.0})
     tracker.write({"step": 2, "loss": 1.0})
@@ -96,9 +96,7 @@ def test_a_service_that_fails_stops_with_a_single_warning(warnings: list[str], t
     assert len(warnings) == 2
 
 
-def test_a_call_that_hangs_delays_neither_steps_nor_the_end(
-    warnings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_hangs_delays_neither_steps_nor_the_end(warnings, tmp_path, monkeypatch):
     monkeypatch.setattr(service, "FINISH", 0.2)
     monkeypatch.setattr(service, "WAITING", 3)
     run = Run()
@@ -115,11 +113,23 @@ def test_a_call_that_hangs_delays_neither_steps_nor_the_end(
     assert warnings[1:] == [warnings[0].replace("it did not finish within 0 s", "it did not accept the last 3 rows")]
 
 
+def test_a_folder_of_wandb_that_cannot_be_created_is_logged_once(warnings, tmp_path):
+    (tmp_path / "wandb").touch()
+    tracker = start(tmp_path, "kept", mode="offline")
+    tracker.write({"step": 1, "loss": 1.0})
+    tracker.close({"loss": 1.0})
+    assert not tracker.services
+    assert tracker.id == "kept"
+    (warning,) = warnings
+    assert warning.startswith("W&B offline failed ([Errno 20] Not a directory: ")
+    assert warning.endswith("; metrics.jsonl is still written")
+
+
 def services() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if child.name() == "wandb-core"]
 
 
-def test_a_service_that_dies_does_not_delay_the_run(warnings: list[str], tmp_path: Path) -> None:
+def test_a_service_that_dies_does_not_delay_the_run(warnings, tmp_path):
     tracker = start(tmp_path, None, mode="offline")
     tracker.write({"step": 1, "loss": 1.0})
     for process in services():
@@ -141,7 +151,7 @@ def test_a_service_that_dies_does_not_delay_the_run(warnings: list[str], tmp_pat
 
 
 @pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="mounts a small disk")
-def test_a_full_disk_does_not_stop_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_does_not_stop_the_run(tmp_path, capfd):
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", disk]).returncode:
@@ -190,9 +200,7 @@ class Server(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["at the end", "from the start"])
-def test_waiting_for_a_server_that_does_not_answer_is_limited(
-    warnings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: bool
-) -> None:
+def test_waiting_for_a_server_that_does_not_answer_is_limited(warnings, tmp_path, monkeypatch, silent):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -218,7 +226,7 @@ def test_waiting_for_a_server_that_does_not_answer_is_limited(
     assert warnings[0].startswith(expected)
 
 
-def test_the_api_key_is_found_in_the_environment_or_in_netrc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_api_key_is_found_in_the_environment_or_in_netrc(monkeypatch, tmp_path):
     for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -234,7 +242,7 @@ def test_the_api_key_is_found_in_the_environment_or_in_netrc(monkeypatch: pytest
     assert has_key()
 
 
-def test_the_file_of_a_run_has_its_group_tags_configuration_rows_alerts_and_weights(tmp_path: Path) -> None:
+def test_the_file_of_a_run_has_its_group_tags_configuration_rows_alerts_and_weights(tmp_path):
     settings = SETTINGS | {"experiment": {"name": "moda/scaling"}, "optimizer": {"lr": 0.25}}
     settings["tracker"] = {"artifacts": "all"}
     tracker = Tracker(wandb=True, mode="offline", tags=["mine", "mhc"], artifacts="all")
@@ -269,9 +277,7 @@ def test_the_file_of_a_run_has_its_group_tags_configuration_rows_alerts_and_weig
 
 
 @pytest.mark.parametrize(("synced", "trains"), [(False, True), (True, True), (False, False)])
-def test_a_run_that_is_resumed_or_evaluated_offline_has_one_folder_with_all_rows(
-    tmp_path: Path, synced: bool, trains: bool
-) -> None:
+def test_a_run_that_is_resumed_or_evaluated_offline_has_one_folder_with_all_rows(tmp_path, synced, trains):
     tracker, paths = Tracker(wandb=True, mode="offline"), RunDirectory(tmp_path)
     # a process that was killed has left nothing but its folder; the names of folders have the second of their start
     killed = tmp_path / "wandb/offline-run-20260101_000000-kept"
@@ -305,9 +311,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_relative_folder_is_that_of_the_current_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_folder_is_that_of_the_current_working_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_RUN_ID", "shared")
     ids = []
     for name in ("first", "second"):
@@ -321,7 +325,7 @@ def test_a_relative_folder_is_that_of_the_current_working_directory(
     assert len({*ids, "shared"}) == 3
 
 
-def test_only_a_complete_run_uploads_its_last_weights(tmp_path: Path) -> None:
+def test_only_a_complete_run_uploads_its_last_weights(tmp_path):
     folder = RunDirectory(tmp_path).checkpoint(2)
     folder.mkdir(parents=True)
     (folder / MANIFEST).write_text("{}")

@@ -85,7 +85,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_same_command_adds_trials_and_keeps_the_best(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_adds_trials_and_keeps_the_best(capsys):
     first, second = Launcher(distance), Launcher(distance)
     assert (sweep(first), sweep(second)) == (0, 0)
     rates = first.rates + second.rates
@@ -101,7 +101,7 @@ def test_the_same_command_adds_trials_and_keeps_the_best(capsys: pytest.CaptureF
     assert f"8 trials; the best loss is {distance(best):.4f} with optimizer.lr={best}" in capsys.readouterr().out
 
 
-def test_a_trial_that_was_interrupted_comes_first() -> None:
+def test_a_trial_that_was_interrupted_comes_first():
     killed, again = Launcher(distance, limit=2), Launcher(distance)
     with pytest.raises(KeyboardInterrupt):
         sweep(killed)
@@ -112,7 +112,7 @@ def test_a_trial_that_was_interrupted_comes_first() -> None:
     assert states() == ["COMPLETE"] * 6
 
 
-def test_a_run_that_diverged_is_pruned_and_not_repeated() -> None:
+def test_a_run_that_diverged_is_pruned_and_not_repeated():
     launcher = Launcher(lambda rate: "DivergedError: 11 bad batches in a row" if rate > 1e-3 else rate)
     axis = "optimizer.lr=1e-4,1e-2"
     assert sweep(launcher, axis, n_trials=8, n_jobs=8) == 0
@@ -124,13 +124,13 @@ def test_a_run_that_diverged_is_pruned_and_not_repeated() -> None:
     assert again.rates == [1e-4]
 
 
-def test_a_study_whose_runs_all_diverged_has_no_best_trial() -> None:
+def test_a_study_whose_runs_all_diverged_has_no_best_trial():
     assert "no trial has a finite loss" in str(sweep(Launcher(lambda rate: "DivergedError: inf")))
     assert not Path("results.yaml").exists()
 
 
 @pytest.mark.parametrize(("rate", "trained"), [(0.0, 1), (1.0, 4)])
-def test_runs_that_failed_end_the_sweep_beyond_the_allowed_rate(rate: float, trained: int) -> None:
+def test_runs_that_failed_end_the_sweep_beyond_the_allowed_rate(rate, trained):
     launcher = Launcher(lambda _: "ZeroDivisionError: on purpose")
     assert "train.py: " in str(sweep(launcher, max_failure_rate=rate))
     assert states() == ["FAIL"] * trained
@@ -148,7 +148,7 @@ def test_runs_that_failed_end_the_sweep_beyond_the_allowed_rate(rate: float, tra
         ("1e-3,[1,2],a b,true", "CategoricalDistribution(choices=(0.001, '[1,2]', 'a b', True))"),
     ],
 )
-def test_what_is_tuned_is_written_as_in_every_sweep(axis: str, expected: str | None) -> None:
+def test_what_is_tuned_is_written_as_in_every_sweep(axis, expected):
     from hydra_plugins.optuna_sweeper import _distribution
 
     distribution = _distribution(OverridesParser.create().parse_override(f"key={axis}"))
@@ -159,34 +159,30 @@ def test_what_is_tuned_is_written_as_in_every_sweep(axis: str, expected: str | N
     ("overrides", "options", "message"),
     [
         (["optimizer.lrr=interval(0,1)"], {}, "no such key; did you mean `optimizer.lr`?"),
-        (["optimizer.lr=-1,1"], {}, "must be a number, above 0"),
         (["optimizer.lr=interval(2,1)"], {}, "low <= high"),
         (["optimizer.lr=1e-3"], {}, "nothing to tune; add an interval"),
         (["name=mine"], {}, "output_dir=outputs/default/mine: all trials would write there; interpolate"),
         (["dry_run=true"], {}, "a dry run has no loss to tune by"),
         ([], {"n_trials": 0}, "hydra.sweeper.n_trials=0: must be an integer, at least 1"),
         ([], {"direction": "down"}, "hydra.sweeper.direction=down: must be one of minimize, maximize"),
-        ([], {"n_trial": 3}, "hydra.sweeper.n_trial=3: no such key"),
         ([], {"storage": "sqlite:////no/such/folder/studies.db"}, "unable to open database file"),
         ([], {"sampler": {"_target_": "optuna.samplers.Tpe"}}, "optuna.samplers.Tpe"),
     ],
 )
-def test_a_mistake_ends_with_2(
-    overrides: list[str], options: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_ends_with_2(overrides, options, message, capsys):
     launcher = Launcher(distance)
     assert sweep(launcher, *overrides, **options) == 2
     assert message in capsys.readouterr().err
     assert not launcher.launched
 
 
-def test_other_choices_need_another_study(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_choices_need_another_study(capsys):
     assert sweep(Launcher(distance), "optimizer.lr=1e-3,2e-3") == 0
     assert sweep(Launcher(distance), "optimizer.lr=1e-3,4e-3") == 2
     assert "give another hydra.sweeper.study_name=" in capsys.readouterr().err
 
 
-def test_the_sweeper_needs_optuna(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_sweeper_needs_optuna(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert sweep(Launcher(distance)) == 2
     assert "hydra/sweeper=optuna: not installed; pip install" in capsys.readouterr().err

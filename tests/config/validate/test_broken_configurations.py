@@ -1,7 +1,5 @@
 """Every mistake on a command line is reported on one line with the given value, the allowed values and a suggestion."""
 
-from pathlib import Path
-
 import pytest
 
 from depthlm.__main__ import main
@@ -185,7 +183,7 @@ BROKEN: list[tuple[str, dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("valid", "mistakes"), BROKEN)
-def test_each_mistake_is_explained_beside_all_others(valid: str, mistakes: dict[str, str]) -> None:
+def test_each_mistake_is_explained_beside_all_others(valid, mistakes):
     with pytest.raises(ConfigError) as caught:
         compose([*valid.split(), *" ".join(mistakes).split()])
     errors = caught.value.errors
@@ -193,7 +191,7 @@ def test_each_mistake_is_explained_beside_all_others(valid: str, mistakes: dict[
     assert len(errors) == len(mistakes), errors
 
 
-def test_a_mechanism_validates_the_values_of_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mechanism_validates_the_values_of_its_settings(tmp_path, monkeypatch):
     (tmp_path / "judging.py").write_text(
         "from depthlm.model.attention.self_attention import SelfAttention\n"
         "from depthlm.mechanisms.residual import Residual\n"
@@ -229,21 +227,21 @@ def test_a_mechanism_validates_the_values_of_its_settings(tmp_path: Path, monkey
         compose([*connection, "model.connection.stride=few"])
 
 
-def test_a_batch_that_is_not_divisible_by_the_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_is_not_divisible_by_the_ranks_is_refused(monkeypatch):
     for name, value in rank_variables(0, 29500, world_size=3).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="is not divisible by the 3 ranks"):
         compose(["training.batch_size=32"])
 
 
-def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_without_a_compiler_is_refused(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("depthlm.machine.environment.device_type", lambda choice="auto": "cpu")
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
         compose(["training.compile=true"])
 
 
-def test_an_invalid_command_line_is_refused() -> None:
+def test_an_invalid_command_line_is_refused():
     for text in (
         "--flag", "-m seed=1,2 output_dir=x", "-m size=tiny,hug", "-m seed=1,2 size=micro,tiny output_dir=x/${seed}",
         "--config-name=foo", "--resolve", "-m seed=1,2 --cfg job", "--info --run", "--config-dir=/nowhere",
@@ -254,7 +252,7 @@ def test_an_invalid_command_line_is_refused() -> None:
             check_command_line(read_command_line(text.split()))
 
 
-def test_commands_exit_with_2_and_the_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_exit_with_2_and_the_mistakes(capsys):
     for command in ("train", "summary"):
         with pytest.raises(SystemExit) as caught:
             main(command, ["size=1.6b", "optimzer.lr=1"])
@@ -262,20 +260,20 @@ def test_commands_exit_with_2_and_the_mistakes(capsys: pytest.CaptureFixture[str
         assert "did you mean" in capsys.readouterr().err
 
 
-def test_a_single_point_of_an_experiment_needs_no_multirun_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_point_of_an_experiment_needs_no_multirun_flag(monkeypatch):
     for point in sweep_points(["experiment=dca/depth", "budget=smoke"])[:3]:
         check_command_line(read_command_line(point.overrides))
 
 
 @pytest.mark.parametrize("content", ["name: [unclosed", "name: ok\n  bad: indent\n", "name: \tx: 3\n"])
-def test_a_broken_file_of_the_user_is_reported_with_its_line(content: str, tmp_path: Path) -> None:
+def test_a_broken_file_of_the_user_is_reported_with_its_line(content, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/mine.yaml").write_text(content)
     with pytest.raises(ConfigError, match=r"mine\.yaml, line \d+, column \d+: not valid YAML"):
         compose(["model=mine"], config_dir=tmp_path)
 
 
-def test_true_for_a_number_in_a_file_is_a_mistake_as_in_an_override(tmp_path: Path) -> None:
+def test_true_for_a_number_in_a_file_is_a_mistake_as_in_an_override(tmp_path):
     (tmp_path / "size").mkdir()
     (tmp_path / "size/mine.yaml").write_text("defaults: [micro]\nnum_layers: true\n")
     with pytest.raises(ConfigError, match=r"size\.num_layers=true: must be an integer, at least 1"):

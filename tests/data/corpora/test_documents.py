@@ -59,7 +59,7 @@ FORMATS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_gives_its_texts_from_any_start_record(tmp_path: Path, name: str) -> None:
+def test_every_format_gives_its_texts_from_any_start_record(tmp_path, name):
     path = tmp_path / name
     FORMATS[name](path)
     all_records = records(path)
@@ -70,7 +70,7 @@ def test_every_format_gives_its_texts_from_any_start_record(tmp_path: Path, name
     assert list(documents([TextFile(name, str(path))], "text")) == [(r.name, r.text) for r in all_records]
 
 
-def test_one_file_of_text_is_one_document_or_cut_into_many(tmp_path: Path) -> None:
+def test_one_file_of_text_is_one_document_or_cut_into_many(tmp_path):
     path = tmp_path / "book.txt.gz"
     text = "".join(f"line {n}\n" for n in range(5000))
     path.write_bytes(gzip.compress(text.encode()))
@@ -90,7 +90,7 @@ OVER = "x" * 2000
 
 
 @pytest.mark.parametrize("name", ["long.jsonl", "long.jsonl.gz", "long.jsonl.zst", "long.parquet", "long.txt.gz"])
-def test_a_document_over_the_limit_is_bad_and_its_neighbours_are_read(tmp_path: Path, name: str) -> None:
+def test_a_document_over_the_limit_is_bad_and_its_neighbours_are_read(tmp_path, name):
     path, texts = tmp_path / name, ["one", OVER, "three"]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     if name.endswith("parquet"):
@@ -112,7 +112,7 @@ def test_a_document_over_the_limit_is_bad_and_its_neighbours_are_read(tmp_path: 
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, packed])
-def test_a_long_document_is_not_decompressed_into_memory(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+def test_a_long_document_is_not_decompressed_into_memory(tmp_path, pack):
     path = tmp_path / f"bomb.jsonl.{'gz' if pack is gzip.compress else 'zst'}"
     path.write_bytes(pack(b'{"text": "' + b"x" * 2**26 + b'"}\n' + LINES))
     tracemalloc.start()
@@ -133,7 +133,7 @@ BAD_LINES = {
 }
 
 
-def test_bad_lines_are_reported_and_their_neighbours_are_read(tmp_path: Path) -> None:
+def test_bad_lines_are_reported_and_their_neighbours_are_read(tmp_path):
     path = tmp_path / "a.jsonl"
     # a number of any length is JSON
     path.write_text('{"text": "one", "n": ' + "9" * 5000 + "}\n")
@@ -146,7 +146,7 @@ def test_bad_lines_are_reported_and_their_neighbours_are_read(tmp_path: Path) ->
         assert message in all_records[4].why
 
 
-def test_a_bad_row_is_reported_and_its_neighbours_are_read(tmp_path: Path) -> None:
+def test_a_bad_row_is_reported_and_its_neighbours_are_read(tmp_path):
     path = tmp_path / "a.parquet"
     values = pa.array([b"one", b"caf\xe9", None, b"", b"two"], pa.binary())
     # another writer may have stored unchecked bytes as text
@@ -158,7 +158,7 @@ def test_a_bad_row_is_reported_and_its_neighbours_are_read(tmp_path: Path) -> No
     assert all_records[1].why.startswith("row 2 is not UTF-8")
 
 
-def test_every_type_of_text_column_is_read_and_another_type_is_an_error(tmp_path: Path) -> None:
+def test_every_type_of_text_column_is_read_and_another_type_is_an_error(tmp_path):
     path = tmp_path / "a.parquet"
     for dtype in (pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())):
         pyarrow.parquet.write_table(pa.table({"text": pa.array(TEXTS).cast(dtype)}), path)
@@ -170,7 +170,7 @@ def test_every_type_of_text_column_is_read_and_another_type_is_an_error(tmp_path
             records(path)
 
 
-def test_a_column_that_is_missing_or_there_twice_is_an_error(tmp_path: Path) -> None:
+def test_a_column_that_is_missing_or_there_twice_is_an_error(tmp_path):
     path = tmp_path / "a.parquet"
     parquet(path, body=TEXTS, url=TEXTS)
     with pytest.raises(DataError, match=r"no column 'text'.*body, url") as caught:
@@ -205,7 +205,7 @@ LONG = b"".join(json.dumps({"text": f"{n} {n * n}"}).encode() + b"\n" for n in r
         ("empty.parquet", b""),
     ],
 )
-def test_a_truncated_or_damaged_file_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+def test_a_truncated_or_damaged_file_is_named(tmp_path, name, content):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
@@ -226,7 +226,7 @@ NOT_LINES = {
 
 
 @pytest.mark.parametrize("name", NOT_LINES)
-def test_a_file_that_is_not_an_object_per_line_is_named_for_what_it_is(tmp_path: Path, name: str) -> None:
+def test_a_file_that_is_not_an_object_per_line_is_named_for_what_it_is(tmp_path, name):
     content, what, remedy = NOT_LINES[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=what) as caught:
@@ -235,7 +235,7 @@ def test_a_file_that_is_not_an_object_per_line_is_named_for_what_it_is(tmp_path:
     assert remedy in caught.value.remedy
 
 
-def test_text_in_utf16_is_a_bad_document_or_in_a_single_file_an_error(tmp_path: Path) -> None:
+def test_text_in_utf16_is_a_bad_document_or_in_a_single_file_an_error(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes("one".encode("utf-16"))
     (bad,) = records(path)
@@ -245,7 +245,7 @@ def test_text_in_utf16_is_a_bad_document_or_in_a_single_file_an_error(tmp_path: 
 
 
 @pytest.mark.parametrize("encoding", ["dictionary", "DELTA_BYTE_ARRAY"])
-def test_a_value_that_a_small_parquet_file_repeats_takes_little_memory(tmp_path: Path, encoding: str) -> None:
+def test_a_value_that_a_small_parquet_file_repeats_takes_little_memory(tmp_path, encoding):
     path, value, count = tmp_path / "a.parquet", "x" * 2**21, 100
     one_encoding = {} if encoding == "dictionary" else {"use_dictionary": False, "column_encoding": {"text": encoding}}
     table = pa.table({"text": [value] * count + TEXTS})
@@ -266,22 +266,22 @@ def test_a_value_that_a_small_parquet_file_repeats_takes_little_memory(tmp_path:
     assert records(path, count + 1, longest=2**20) == read[count + 1 :]
 
 
-@given(st.text(st.characters(codec="utf-8")), FRACTIONS, FRACTIONS)
-def test_a_held_out_document_stays_held_out_at_a_larger_fraction(name: str, one: float, other: float) -> None:
+@given(st.text("ab.é🙂"), FRACTIONS, FRACTIONS)
+def test_a_held_out_document_stays_held_out_at_a_larger_fraction(name, one, other):
     assert is_validation(name, min(one, other)) <= is_validation(name, max(one, other))
     assert not is_validation(name, 0)
     assert is_validation(name, 1)
 
 
-def test_the_held_out_share_is_the_requested_fraction() -> None:
+def test_the_held_out_share_is_the_requested_fraction():
     held = sum(is_validation(f"{i}.txt", 0.05) for i in range(20_000))
     assert abs(held / 20_000 - 0.05) < 0.006
     # pinned: another hash would put documents of prepared token files into another split
     assert [i for i in range(100) if is_validation(f"{i}.txt", 0.05)] == [68, 71, 79]
 
 
-@given(st.sets(st.text(st.characters(codec="utf-8")), min_size=1, max_size=20), FRACTIONS)
-def test_at_least_one_document_is_held_out(names: set[str], requested: float) -> None:
+@given(st.sets(st.text("ab.é🙂"), min_size=1, max_size=20), FRACTIONS)
+def test_at_least_one_document_is_held_out(names, requested):
     fraction = held_out_share(names, requested)
     held = [name for name in names if is_validation(name, fraction)]
     assert fraction >= requested

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,13 @@ from depthlm.data.settings import Data
 
 from .preparing import content
 
-Local = Callable[..., Data]
 BAD = {
     "empty": (b"", "empty"),
     "not UTF-8": (b"caf\xe9", "utf8"),
 }
 
 
-def test_all_files_that_cannot_be_read_are_named_at_once(local: Local, text_folder: Path) -> None:
+def test_all_files_that_cannot_be_read_are_named_at_once(local, text_folder):
     (text_folder / "part0/0.txt").write_bytes("Ω".encode("utf-16"))
     (text_folder / "part1/1.txt").write_bytes(b"\xff")
     (text_folder / "part1/4.txt").write_text("")
@@ -42,9 +40,7 @@ def test_all_files_that_cannot_be_read_are_named_at_once(local: Local, text_fold
         prepare(dataclasses.replace(data, on_bad_document="skip"))
 
 
-def test_a_file_without_permission_is_named_with_its_remedy(
-    local: Local, text_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_without_permission_is_named_with_its_remedy(local, text_folder, monkeypatch):
     def refuse(path: Path, *_: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -58,9 +54,7 @@ def test_a_file_without_permission_is_named_with_its_remedy(
 
 
 @pytest.mark.parametrize("defect", BAD)
-def test_a_bad_document_is_an_error_or_is_skipped_and_counted_as_configured(
-    local: Local, text_folder: Path, defect: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_document_is_an_error_or_is_skipped_and_counted_as_configured(local, text_folder, defect, capsys):
     clean = content(prepare(local(path="clean"))["local"])
     bad, reason = BAD[defect]
     (text_folder / "zz.txt").write_bytes(bad)
@@ -79,7 +73,7 @@ def test_a_bad_document_is_an_error_or_is_skipped_and_counted_as_configured(
     }
 
 
-def test_a_document_over_the_limit_is_an_error_or_is_skipped(tmp_path: Path) -> None:
+def test_a_document_over_the_limit_is_an_error_or_is_skipped(tmp_path):
     texts = ["x" * 5000, *(f"document {n}" for n in range(40))]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     data = Data(name="local", source="a.jsonl", tokenizer="bytes", max_document_bytes=4000)

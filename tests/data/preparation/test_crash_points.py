@@ -45,9 +45,7 @@ def states(local: Local, tmp_path: Path, unsynced: str = "") -> Iterator[str | N
         shutil.rmtree(folder)
 
 
-def test_a_crash_while_text_is_prepared_costs_only_time(
-    local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_while_text_is_prepared_costs_only_time(local, tmp_path, monkeypatch):
     monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
     found = [*states(local, tmp_path)]
     assert [reason for reason in found if reason] == []
@@ -55,8 +53,6 @@ def test_a_crash_while_text_is_prepared_costs_only_time(
 
 
 @pytest.mark.parametrize("unsynced", ["*/tokens.partial/*.bin", "*/tokens.partial/.manifest.json.tmp"])
-def test_a_missing_fsync_is_noticed(
-    local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unsynced: str
-) -> None:
+def test_a_missing_fsync_is_noticed(local, tmp_path, monkeypatch, unsynced):
     monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
     assert any(states(local, tmp_path, unsynced))

@@ -42,27 +42,27 @@ def assert_same(logits: Tensor, tolerance: float) -> None:
 
 @settings(max_examples=6)
 @given(rows=st.integers(1, 40), vocabulary=st.integers(1, 70), scale=st.sampled_from([0.1, 5.0, 300.0]))
-def test_losses_and_gradients_equal_the_reference(rows: int, vocabulary: int, scale: float) -> None:
+def test_losses_and_gradients_equal_the_reference(rows, vocabulary, scale):
     # the softmax of the backward pass has the rounding error of the log-sum-exp, which grows with the logits
     assert_same(scale * normal(rows, vocabulary), 1e-5 * max(1.0, scale / 5))
 
 
-def test_a_row_of_several_tiles() -> None:
+def test_a_row_of_several_tiles():
     assert_same(5 * normal(3, 2 * triton_ops.COLUMNS + 3), 1e-5)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_logits_of_16_bits_in_any_layout(kind: torch.dtype) -> None:
+def test_logits_of_16_bits_in_any_layout(kind):
     assert_same((3 * normal(33, 5)).to(kind).mT, 2**-8 if kind is torch.bfloat16 else 2**-11)
 
 
-def test_one_large_logit_and_a_row_of_equal_logits() -> None:
+def test_one_large_logit_and_a_row_of_equal_logits():
     logits = torch.zeros(2, 8, device=DEVICE)
     logits[0, 3] = 1e4
     assert_same(logits, 1e-5)
 
 
-def test_the_chunked_loss_of_a_head_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chunked_loss_of_a_head_equals_the_reference(monkeypatch):
     for name in ("WHOLE", "GPU_WHOLE", "PRODUCT", "GPU_PRODUCT"):
         monkeypatch.setattr(chunked, name, 4 * 37)
     inputs, targets = (normal(11, 6), normal(37, 6, seed=3), normal(37, seed=4)), targets_of(11, 37)

@@ -45,24 +45,24 @@ def assert_same(inputs: list[Tensor], grad: Tensor, tolerance: float = 1e-5) -> 
     n=st.integers(1, 7), kv_heads=st.integers(1, 3), groups=st.integers(1, 8), t=st.integers(1, 9),
     e=st.integers(1, 40),
 )  # fmt: skip
-def test_equals_the_definition(n: int, kv_heads: int, groups: int, t: int, e: int) -> None:
+def test_equals_the_definition(n, kv_heads, groups, t, e):
     assert_same(tensors(n, kv_heads, groups, t, e), normal(2, kv_heads, t, e, seed=99))
 
 
 @pytest.mark.parametrize(("n", "groups", "e"), [(64, 1, 4), (3, 2, 256)])
-def test_largest_shapes(n: int, groups: int, e: int) -> None:
+def test_largest_shapes(n, groups, e):
     assert_same(tensors(n, 1, groups, 5, e, b=1), normal(1, 1, 5, e, seed=99))
 
 
 @pytest.mark.parametrize(
     "kind", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.skipif(DEVICE == "cpu", reason="GPU"))]
 )
-def test_16_bit_inputs(kind: torch.dtype) -> None:
+def test_16_bit_inputs(kind):
     inputs = [x.to(kind) for x in tensors(5, 2, 2, 7, 16)]
     assert_same(inputs, normal(2, 2, 7, 16, seed=99), 4 * torch.finfo(kind).eps)
 
 
-def test_dtypes_and_memory_layouts_of_inputs_and_gradient_may_differ() -> None:
+def test_dtypes_and_memory_layouts_of_inputs_and_gradient_may_differ():
     q, *entries = tensors(3, 2, 2, 5, 8)
     wide = [torch.cat([x, x], -1)[..., 8:] for x in entries]
     assert_same([q.contiguous(), *wide], normal(2, 2, 1, 1, seed=99).expand(2, 2, 5, 8))
@@ -71,7 +71,7 @@ def test_dtypes_and_memory_layouts_of_inputs_and_gradient_may_differ() -> None:
     assert_same(inputs, normal(2, 2, 5, 8, seed=99), 5e-3)
 
 
-def test_a_source_used_twice_gets_both_gradients() -> None:
+def test_a_source_used_twice_gets_both_gradients():
     q, key, value, _, _ = tensors(2, 2, 2, 5, 8)
     grads = []
     for kernels in ("triton", "naive"):
@@ -82,26 +82,26 @@ def test_a_source_used_twice_gets_both_gradients() -> None:
     torch.testing.assert_close(*grads)
 
 
-def test_large_scores_stay_finite() -> None:
+def test_large_scores_stay_finite():
     q, *entries = tensors(3, 1, 2, 4, 8)
     assert_same([30 * q, *(30 * x for x in entries[:3]), *entries[3:]], normal(2, 1, 4, 8, seed=99), 1e-4)
 
 
 @in_parallel
-def test_results_are_bitwise_reproducible() -> None:
+def test_results_are_bitwise_reproducible():
     inputs, grad = tensors(4, 2, 3, 9, 8), normal(2, 2, 9, 8, seed=99)
     assert all(map(torch.equal, *(results("triton", inputs, grad) for _ in range(2))))
 
 
 @pytest.mark.slow
-def test_operators_pass_opcheck() -> None:
+def test_operators_pass_opcheck():
     q, *entries = (x.detach() for x in tensors(2, 1, 2, 3, 4, b=1))
     torch.library.opcheck(triton_ops.forward, (q, entries[:2], entries[2:]))
     mix, lse = triton_ops.forward(q, entries[:2], entries[2:])
     torch.library.opcheck(triton_ops.backward, (torch.ones_like(mix), q, mix, lse, entries[:2], entries[2:]))
 
 
-def test_unsupported_arguments_are_refused() -> None:
+def test_unsupported_arguments_are_refused():
     q, key, value = tensors(1, 2, 2, 3, 4)
     refused: list[tuple[Any, str]] = [
         ((q, [key] * 65, [value] * 65), "65 sources, self included, are more than 64"),

@@ -22,7 +22,7 @@ B, T = 3, 10
 
 
 @pytest.mark.parametrize("t", [1, T])
-def test_the_dtypes_do_not_depend_on_the_length(t: int) -> None:
+def test_the_dtypes_do_not_depend_on_the_length(t):
     *arguments, _ = (x.detach().bfloat16() for x in inputs(B, t, 2, 4, 3))
     arguments[3] = arguments[3].float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -64,7 +64,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(("share", "with_state"), [(None, True), (0.0, False), (0.3, True)])
-def test_fla_gets_documents_as_sequences(share: float | None, with_state: bool, ran: list[str]) -> None:
+def test_fla_gets_documents_as_sequences(share, with_state, ran):
     *arguments, state = (x.detach().float() for x in inputs(B, T, 2, 4, 3))
     documents = None if share is None else starts(B, T, share, seed=4)
     first = state if with_state else None
@@ -73,7 +73,7 @@ def test_fla_gets_documents_as_sequences(share: float | None, with_state: bool, 
     assert ran == ["chunk_kda"]
 
 
-def test_fla_decodes_by_its_recurrence_without_gradients(ran: list[str]) -> None:
+def test_fla_decodes_by_its_recurrence_without_gradients(ran):
     *arguments, state = (x.detach().float() for x in inputs(B, 1, 2, 4, 3))
     with torch.no_grad():
         delta_attention(*arguments, state)
@@ -81,7 +81,7 @@ def test_fla_decodes_by_its_recurrence_without_gradients(ran: list[str]) -> None
     assert ran == ["fused_recurrent_kda", "chunk_kda"]
 
 
-def test_the_recurrence_and_the_chunks_equal_the_naive_recurrence_of_fla() -> None:
+def test_the_recurrence_and_the_chunks_equal_the_naive_recurrence_of_fla():
     # fla-core is installed by the extra `kimi`, and has it in PyTorch
     naive = pytest.importorskip("fla.ops.kda.naive")
     arguments = [x.detach().float() for x in inputs(2, 75, 2, 8, 16)]
@@ -93,7 +93,7 @@ def test_the_recurrence_and_the_chunks_equal_the_naive_recurrence_of_fla() -> No
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("share", [None, 0.05])
-def test_fla_equals_the_recurrence_on_a_gpu(share: float | None) -> None:
+def test_fla_equals_the_recurrence_on_a_gpu(share):
     pytest.importorskip("fla")
     exact, documents = inputs(B, 150, 2, 64, 64), None if share is None else starts(B, 150, share)
     rounded = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in exact]
@@ -103,7 +103,7 @@ def test_fla_equals_the_recurrence_on_a_gpu(share: float | None) -> None:
 
 
 @pytest.mark.slow
-def test_the_operators_equal_those_of_transformers() -> None:
+def test_the_operators_equal_those_of_transformers():
     kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
     q, k, v, g, beta, state = arguments = [x.detach().float() for x in inputs(2, CHUNK + 9, 2, 8, 8)]
     for function in (kimi.chunk_kimi_delta_attention, kimi.recurrent_kimi_delta_attention):

@@ -48,7 +48,7 @@ def loss(tensors: list[Tensor], banked: bool, slots: int | None = None, recomput
     return x.square().sum()
 
 
-def test_gradients_of_a_limited_list_equal_those_of_separate_entries_after_a_recomputation() -> None:
+def test_gradients_of_a_limited_list_equal_those_of_separate_entries_after_a_recomputation():
     tensors = weights()
     losses = loss(tensors, True, slots=3, recompute=True), loss(tensors, False, slots=3)
     torch.testing.assert_close(*losses)
@@ -59,7 +59,7 @@ def test_gradients_of_a_limited_list_equal_those_of_separate_entries_after_a_rec
             torch.testing.assert_close(x, y)
 
 
-def test_backward_passes_through_the_same_graph_start_again() -> None:
+def test_backward_passes_through_the_same_graph_start_again():
     tensors = weights()
     total = loss(tensors, True)
     expected = torch.autograd.grad(total, tensors, retain_graph=True, allow_unused=True)
@@ -70,7 +70,7 @@ def test_backward_passes_through_the_same_graph_start_again() -> None:
 
 
 @pytest.mark.parametrize("frozen", [slice(0, 11), slice(12, 13)])
-def test_some_tensors_are_frozen(frozen: slice) -> None:
+def test_some_tensors_are_frozen(frozen):
     tensors = weights()
     for x in tensors[frozen]:
         x.requires_grad_(False)
@@ -80,7 +80,7 @@ def test_some_tensors_are_frozen(frozen: slice) -> None:
         assert x is y is None or torch.allclose(x, y)
 
 
-def test_readers_may_run_in_any_order() -> None:
+def test_readers_may_run_in_any_order():
     """In the backward pass, the first and the last of three entries have sums before all are read."""
     generator = torch.Generator().manual_seed(1)
     make = lambda h: torch.randn(B, h, T, E, dtype=torch.float64, generator=generator).requires_grad_()  # noqa: E731
@@ -107,7 +107,7 @@ class Sums(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_autograd_does_not_add_up_the_gradients_of_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autograd_does_not_add_up_the_gradients_of_entries(monkeypatch):
     counts = []
     for layers in (2, 4, 6):
         monkeypatch.setitem(globals(), "LAYERS", layers)
@@ -118,7 +118,7 @@ def test_autograd_does_not_add_up_the_gradients_of_entries(monkeypatch: pytest.M
     assert counts[2] - counts[1] == counts[1] - counts[0]
 
 
-def test_a_backward_pass_frees_the_bank_and_the_sums() -> None:
+def test_a_backward_pass_frees_the_bank_and_the_sums():
     tensors = weights()
     bank = Bank(2 * LAYERS)
     x, depth = layer(tensors[0], tensors[1:6], Depth(bank), True, None)
@@ -130,14 +130,3 @@ def test_a_backward_pass_frees_the_bank_and_the_sums() -> None:
     total.backward()
     assert storage() is None
     assert sums.sums_n2btke is None
-
-
-def test_a_limited_list_has_the_newest_entries() -> None:
-    pairs = [(torch.full((1, 1, 1, 1), float(j)), torch.full((1, 1, 1, 1), -float(j))) for j in range(4)]
-    depth = Depth(Bank(4))
-    for pair in pairs:
-        depth = depth.append(*pair, slots=2)
-    assert (len(depth), depth.start, depth.end) == (2, 2, 4)
-    assert [(key.item(), value.item()) for key, value in depth] == [(2, -2), (3, -3)]
-    assert depth[0][0].item() == 2
-    assert depth.entries_n2btke.flatten().tolist() == [2, -2, 3, -3]

@@ -37,7 +37,7 @@ def any_mask(t: int, s: int, seed: int) -> torch.Tensor:
     kv_heads=st.integers(1, 3), groups=st.integers(1, 4), t=st.integers(1, 9), entries=st.integers(1, 6),
     held=st.none() | st.integers(0, 5),
 )  # fmt: skip
-def test_merge_equals_one_softmax(kv_heads: int, groups: int, t: int, entries: int, held: int | None) -> None:
+def test_merge_equals_one_softmax(kv_heads, groups, t, entries, held):
     """held: the number of cached tokens, with a mask; None: no mask."""
     inputs = tensors(kv_heads * groups, kv_heads, t, t + (held or 0), entries)
     mask = None if held is None else any_mask(t, t + held, seed=t)
@@ -49,12 +49,7 @@ def test_merge_equals_one_softmax(kv_heads: int, groups: int, t: int, entries: i
         torch.testing.assert_close(merged, plain, rtol=1e-9, atol=1e-9)
 
 
-def test_one_new_token_over_a_cache() -> None:
-    inputs = tensors(4, 2, 1, 9, 3)
-    torch.testing.assert_close(call(attend_with_flash, inputs), call(attend_with_scores, inputs))
-
-
-def test_mask_may_hide_complete_blocks_of_flash_attention() -> None:
+def test_mask_may_hide_complete_blocks_of_flash_attention():
     """The blocks of flash attention have up to 512 keys. The last tokens attend to no key of the first block."""
     inputs, document = tensors(2, 1, 600, 600, 1), torch.arange(600) // 550
     mask = ((document[:, None] == document) & torch.ones(600, 600, dtype=torch.bool).tril()).expand(2, 1, -1, -1)
@@ -72,7 +67,7 @@ def test_mask_may_hide_complete_blocks_of_flash_attention() -> None:
         (False, torch.bfloat16, attend_with_scores),
     ],
 )
-def test_lower_precision_is_close(masked: bool, dtype: torch.dtype, attend: Any) -> None:
+def test_lower_precision_is_close(masked, dtype, attend):
     inputs, mask = tensors(6, 2, 33, 33, 5, e=16), any_mask(33, 33, seed=0) if masked else None
     expected = call(attend_with_scores, inputs, mask)
     low = [x.detach().to(dtype).requires_grad_() for x in inputs]
@@ -86,7 +81,7 @@ def test_lower_precision_is_close(masked: bool, dtype: torch.dtype, attend: Any)
         assert torch.nn.functional.cosine_similarity(x.grad.double().flatten(), grad.flatten(), dim=0) > 0.999
 
 
-def test_result_is_the_same_without_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_is_the_same_without_flash_attention(monkeypatch):
     q, k, v, *depth = tensors(4, 2, 7, 7, 2)
     pairs = depth_of(list(zip(depth[::2], depth[1::2], strict=True)))
     masks = (None, any_mask(7, 7, seed=0))
@@ -96,7 +91,7 @@ def test_result_is_the_same_without_flash_attention(monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(merged_attention(q, k, v, pairs, mask), merged)
 
 
-def test_the_depth_part_is_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_depth_part_is_the_same_in_chunks(monkeypatch):
     inputs = tensors(4, 2, 7, 7, 3)
     expected = call(attend_with_scores, inputs)
     monkeypatch.setattr(merge, "CHUNK", 50)
@@ -106,7 +101,7 @@ def test_the_depth_part_is_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(*grads)
 
 
-def test_entries_with_any_memory_layout_and_used_twice() -> None:
+def test_entries_with_any_memory_layout_and_used_twice():
     q, k, v, key, value = tensors(4, 2, 5, 5, 1)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value)]
     wide = torch.cat([value, key], -1)[..., 4:]
@@ -116,7 +111,7 @@ def test_entries_with_any_memory_layout_and_used_twice() -> None:
     torch.testing.assert_close(*grads)
 
 
-def test_autocast_does_not_round_the_depth_part() -> None:
+def test_autocast_does_not_round_the_depth_part():
     inputs = [x.detach().float().requires_grad_() for x in tensors(4, 2, 7, 7, 3)]
     found = []
     for enabled in (False, True):

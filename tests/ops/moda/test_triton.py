@@ -52,16 +52,16 @@ def assert_same(inputs: list[Tensor], tolerance: float = 1e-5, fresh: int = 0) -
     n=st.integers(1, 7), kv_heads=st.integers(1, 3), groups=st.integers(1, 9), t=st.integers(1, 4),
     e=st.integers(1, 40), fresh=st.integers(0, 7),
 )  # fmt: skip
-def test_equals_the_reference(n: int, kv_heads: int, groups: int, t: int, e: int, fresh: int) -> None:
+def test_equals_the_reference(n, kv_heads, groups, t, e, fresh):
     assert_same(tensors(n, kv_heads, groups, t, e), fresh=min(fresh, n))
 
 
 @pytest.mark.parametrize(("n", "groups", "e", "fresh"), [(2, 16, 256, 1), (17, 40, 4, 1), (100, 2, 4, 60)])
-def test_largest_shapes(n: int, groups: int, e: int, fresh: int) -> None:
+def test_largest_shapes(n, groups, e, fresh):
     assert_same(tensors(n, 1, groups, 3, e, b=1), 2e-5, fresh=fresh)
 
 
-def test_a_range_of_a_bank() -> None:
+def test_a_range_of_a_bank():
     """Entries and sums are slices, and the sums around them keep their values."""
     *queries, bank, all_sums = tensors(6, 2, 3, 2, 8)
     before = all_sums.clone()
@@ -76,12 +76,12 @@ def test_a_range_of_a_bank() -> None:
 @pytest.mark.parametrize(
     "kind", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.skipif(DEVICE == "cpu", reason="GPU"))]
 )
-def test_16_bit_inputs(kind: torch.dtype) -> None:
+def test_16_bit_inputs(kind):
     inputs = tensors(5, 2, 2, 2, 16)
     assert_same([x if x.ndim == 3 else x.to(kind) for x in inputs], 1e-2, fresh=2)
 
 
-def test_dtypes_and_memory_layouts_may_differ() -> None:
+def test_dtypes_and_memory_layouts_may_differ():
     grad, q, out, lse, grad_q, entries, sums = tensors(3, 2, 2, 2, 8)
     assert_same([grad, q.half(), out.half(), lse, grad_q, entries, sums], 5e-3)
     assert_same([grad.half(), q, out, lse, grad_q, entries.half(), sums.half()], 1e-2)
@@ -92,20 +92,20 @@ def test_dtypes_and_memory_layouts_may_differ() -> None:
     assert_same([expanded, q.contiguous(), out.contiguous(), turned, grad_q.contiguous(), wide, sums])
 
 
-def test_large_scores_stay_finite() -> None:
+def test_large_scores_stay_finite():
     grad, q, out, lse, grad_q, entries, sums = tensors(3, 1, 2, 4, 8)
     entries[:, 0] *= 30
     assert_same([grad, 30 * q, out, 30 * lse, grad_q, entries, sums], 2e-3)
 
 
 @in_parallel
-def test_results_are_bitwise_reproducible() -> None:
+def test_results_are_bitwise_reproducible():
     inputs = tensors(4, 2, 3, 9, 8)
     assert all(map(torch.equal, *(results("triton", inputs) for _ in range(2))))
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="flash attention on a GPU takes 16 bits only")
-def test_attention_over_sequence_and_depth() -> None:
+def test_attention_over_sequence_and_depth():
     """The autograd function over both parts, with an entry that is used twice."""
     q = tensors(1, 2, 3, 3, 8)[1]
     k, v, *entries = (normal(2, 3, 2, 8, seed=j).transpose(1, 2) for j in range(7))
@@ -120,14 +120,14 @@ def test_attention_over_sequence_and_depth() -> None:
 
 
 @pytest.mark.slow
-def test_operators_pass_opcheck() -> None:
+def test_operators_pass_opcheck():
     grad, q, out, lse, grad_q, entries, sums = tensors(2, 1, 2, 3, 4, b=1)
     torch.library.opcheck(triton_ops.forward, (q, out, lse, entries))
     context, merged = triton_ops.forward(q, out, lse, entries)
     torch.library.opcheck(triton_ops.backward, (grad, q, context, merged, grad_q, entries, sums, 1))
 
 
-def test_unsupported_arguments_are_refused() -> None:
+def test_unsupported_arguments_are_refused():
     grad, q, out, lse, grad_q, entries, sums = tensors(1, 2, 2, 3, 4)
     wide, wide_lse, wide_entries = normal(1, 1, 1, 300), normal(1, 1, 1), normal(1, 2, 1, 1, 1, 300)
     refused: list[tuple[Any, str]] = [
