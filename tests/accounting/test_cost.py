@@ -68,16 +68,6 @@ def test_latent_attention_counts_the_scores_and_the_weighted_sum(vanilla):
     assert counter.get_total_flops() == (flops_per_token(model, length, causal=False).forward + widened) * 48
 
 
-def test_latent_attention_counts_a_second_latent_if_keys_and_values_have_inputs_of_their_own(vanilla):
-    settings = {"mixers": ["latent"], "position": "none"}
-    model = vanilla("kimi_micro", "qwen3", "cpu", backbone_changes=settings)
-    before = flops_per_token(model, 24).attention
-    for layer in model.layers:
-        layer.attention.separate_inputs = True
-    latents = 2 * model.size.hidden_size * model.size.width_of_latent() * model.size.num_layers
-    assert flops_per_token(model, 24).attention - before == latents
-
-
 def test_delta_attention_counts_the_recurrence(vanilla, monkeypatch):
     monkeypatch.setattr(delta, "delta_attention", recurrence)
     model = vanilla("kimi_micro", "qwen3", "cpu", backbone_changes={"mixers": ["delta"]})

@@ -75,7 +75,7 @@ def test_hours_assume_what_a_gpu_reached():
 
 
 def test_the_largest_micro_batch_fits_a_gpu_and_what_activation_checkpointing_saves_and_computes_again():
-    config = configuration("size=360m", "size.num_layers=4", "training.batch_size=64")
+    config = configuration("size=360m", "size.num_layers=8", "training.batch_size=64")
     summary = summarize(config, 8)
     assert summary["memory_per_gpu"]["zero3"] < summary["memory_per_gpu"]["zero0"]
     estimator = MemoryEstimator(config, "cuda")

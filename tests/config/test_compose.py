@@ -85,12 +85,6 @@ def test_flags_may_follow_overrides():
         read_command_line(["seed=1", "--bogus", "optimizer.lr=0.1"])
 
 
-def test_names_that_look_like_numbers_stay_as_they_are_written():
-    for name, path in (("2024_01_15", "1e5"), ("007", "1_0.50"), ("true", "nan"), ("-3", "-3")):
-        config = depthlm.compose([f"output_dir={name}", f"data.path={path}"])
-        assert (config.output_dir, config.data.path) == (name, path)
-
-
 def test_a_mechanism_from_config_dir_composes(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
@@ -114,12 +108,6 @@ def test_a_file_of_config_dir_that_hydra_would_not_read_is_named(tmp_path):
         depthlm.compose(["size=micro"], config_dir=tmp_path)
     reason = "depthlm has a file of this name, which Hydra reads instead; rename it"
     assert caught.value.errors == [f"{name}: {reason}" for name in names]
-
-
-def test_composing_inside_a_hydra_application_preserves_its_state():
-    with hydra.initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        depthlm.compose(["size=micro"])
-        assert hydra.compose("config", ["seed=5"]).seed == 5
 
 
 def test_help_names_every_group_and_key(capsys):

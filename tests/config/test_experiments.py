@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict
-from statistics import fmean, geometric_mean
 from typing import Any
 
 import pytest
@@ -244,14 +243,3 @@ def test_every_mechanism_takes_a_training_step():
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         assert gradients, message
         assert all(torch.isfinite(gradient).all() for gradient in gradients), message
-
-
-def test_the_average_by_domain_is_the_mean_of_perplexities_as_printed_in_the_paper_of_moda():
-    experiment = load_experiment("moda/model_size")
-    domains = [name for name, column in experiment.columns.items() if column.metric.endswith("/perplexity")]
-    assert len(domains) == 10
-    for point in points("moda/model_size"):
-        printed = [point.paper[name] for name in domains]
-        # the numbers are rounded to 0.01; the perplexity of the mean loss is another one
-        assert fmean(printed) == pytest.approx(point.paper["domains"], abs=0.01)
-        assert geometric_mean(printed) < point.paper["domains"] - 1

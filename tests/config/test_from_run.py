@@ -143,20 +143,6 @@ def test_overrides_that_affect_the_result_give_a_new_run_directory():
         assert from_run(*text.split()).output_dir == directory, text
 
 
-def test_the_name_of_a_derived_run_begins_with_that_of_its_origin():
-    save("runs/mine")
-    assert from_run("seed=2", run="runs/mine/").output_dir == "runs/mine-seed2"
-    assert from_run("model=mhc", "optimizer.lr=0.1", run="runs/mine").output_dir == "runs/mine-mhc-lr0.1"
-    save("runs/vanilla-tiny-seed2-lr0.2", "seed=2", "optimizer.lr=0.2")
-    assert from_run("seed=3", run="runs/vanilla-tiny-seed2-lr0.2").output_dir == "runs/vanilla-tiny-seed3-lr0.2"
-    again = from_run("optimizer.lr=0.3", run="runs/vanilla-tiny-seed2-lr0.2").output_dir
-    assert again == "runs/vanilla-tiny-seed2-lr0.3"
-    same = from_run("seed=3", "optimizer.lr=2e-1", "optimizer=adamw", run="runs/vanilla-tiny-seed2-lr0.2").output_dir
-    assert same == "runs/vanilla-tiny-seed3-lr0.2"
-    save("runs/fast", "optimizer.lr=0.5")
-    assert from_run("seed=3", "optimizer.lr=0.5", run="runs/fast").output_dir == "runs/fast-seed3"
-
-
 def test_a_run_that_derives_from_one_with_the_usual_name_has_the_name_of_a_direct_command(tmp_path):
     run = "outputs/default/mhc-micro-seed2-lr1e-3-data.max_tokens1M-max_steps40"
     model, data, steps, rate = "model=mhc", "data.max_tokens=1M", "training.max_steps=40", "optimizer.lr=1e-3"
@@ -223,17 +209,6 @@ def test_all_mistakes_are_reported_together():
     missing = {wanted for wanted in given.values() if not any(error.startswith(wanted) for error in reported)}
     # the value of a source is checked only if the run has that source
     assert missing == {"data.sources.a.weight=x: "}
-
-
-def test_an_invalid_value_is_explained():
-    save(BASE, *MIXTURE)
-    for override, message in {
-        "model.connection.spn=3": "has no such setting",
-        "data.sources.a.wight=3": "no such key; did you mean `weight`?",
-        "data.sources.a.weight=x": "data.sources.a.weight=x: must be a number, above 0, or null",
-        "training.max_steps=null": "the run has no length",
-    }.items():
-        assert message in "\n".join(mistakes(override))
 
 
 def test_run_goes_with_no_sweep_and_names_exactly_one_directory():
@@ -305,13 +280,6 @@ def test_a_class_named_on_the_command_line_needs_no_trust(mine):
     assert compose_anywhere([f"run={BASE}", "model/connection=mine"], mine).output_dir == BASE
     assert from_run("model=dca").model.name == "dca"
     assert from_run("model/connection=residual").model.connection["_target_"].startswith("depthlm.")
-
-
-def test_selecting_the_same_part_does_not_rename_the_mechanism():
-    save(BASE, "model/connection=mhc", "model/attention=moda")
-    assert from_run("model/attention=moda").model.name == "mhc+moda"
-    assert from_run("model/attention=moda").output_dir == BASE
-    assert from_run("model/attention=depth_attention").model.name == "mhc+moda,attention=depth_attention"
 
 
 def test_a_configuration_in_a_file_is_given_alone_and_is_not_that_of_a_run(tmp_path):

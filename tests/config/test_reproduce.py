@@ -12,7 +12,6 @@ from depthlm.config.saved import compare
 SMALL = ["size=micro", "data.tokenizer=bytes", "output_dir=any"]
 # overrides, and those that must be among the reproduced ones
 CASES = {
-    "mechanism": (["model=dca", "model.connection.last_k=2", "seed=3"], ["model=dca", "model.connection.last_k=2"]),
     "pair": (
         ["model/connection=mhc", "model/attention=depth_attention", "model.connection.num_streams=2"],
         ["model/connection=mhc", "model/attention=depth_attention", "model.connection.num_streams=2"],

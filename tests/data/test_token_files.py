@@ -24,7 +24,7 @@ from depthlm.data import (
     verify,
 )
 from depthlm.data.preparation.progress import SplitWriter
-from depthlm.data.settings import Data, Source
+from depthlm.data.settings import Data
 
 
 @settings(max_examples=40)
@@ -163,18 +163,6 @@ def test_a_vocabulary_above_16_bits_is_stored_as_uint32(local):
     assert Manifest.read(prepare(data)["local"]).dtype == "uint32"
     corpus = open_corpus(data)
     assert corpus.train["local"].read(0, 5).max() < corpus.tokenizer.vocab_size
-
-
-def test_the_digest_depends_on_every_source(local, text_folder):
-    def digest(**texts: str) -> str:
-        for name, text in texts.items():
-            (text_folder / f"{name}.txt").write_text(text)
-        sources = {name: Source(source=str(text_folder), files=f"{name}*", weight=1) for name in ("part0", "part1")}
-        data = local(sources=sources, tokenizer="bytes", source=None, path=str(text_folder.parent / "-".join(texts)))
-        prepare(data, progress=False)
-        return open_corpus(data).digest()
-
-    assert len({digest(none=""), digest(part0="new"), digest(part1="newer")}) == 3
 
 
 def test_a_path_may_have_more_tokens_than_requested_but_not_fewer(local):

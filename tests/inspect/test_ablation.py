@@ -9,7 +9,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from scipy.stats import rankdata
 
 import depthlm
 from depthlm.config.saved import is_own
@@ -91,12 +90,6 @@ def test_a_source_is_removed_from_all_readers(build):
     arrays = changes(both, "tokens")
     assert arrays["mhc_ablation_tokens_permuted"].shape == (8, 1)
     assert arrays["depth_attention_ablation_tokens_mean"].shape == (3, 4)
-
-
-def test_rank_correlation():
-    first, second = np.random.default_rng(0).normal(size=(2, 20))
-    assert correlation(first, second) == pytest.approx(np.corrcoef(rankdata(first), rankdata(second))[0, 1])
-    assert np.isnan(correlation(first, np.zeros(20)))
 
 
 def test_an_interrupted_ablation_continues(build, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from depthlm.inspect import depth_mixing
-from depthlm.inspect.depth_mixing import linear_read, mixing_picture
+from depthlm.inspect.depth_mixing import linear_read
 from depthlm.mechanisms.residual import Residual
 from depthlm.model import Connection, Decoder, Observer
 from depthlm.model.connection import Hidden
@@ -355,17 +355,3 @@ def test_a_matrix_with_derivatives_of_weights_is_reported(build):
         connection.__class__ = Highway
     _, (warning,) = depth_mixing(model, [TOKENS])
     assert "Highway defines no weights(state)" in warning
-
-
-def test_matrices_share_one_scale_and_name_their_sublayers():
-    small, large = np.tril(np.full((5, 5), 0.2)), np.tril(np.full((7, 7), -3.0))
-    picture = mixing_picture([("one, micro", small), ("other, micro", large)])
-    assert list(picture.arrays) == ["depth_mixing", "depth_mixing_2"]
-    panels = [axes for axes in picture.draw().axes if axes.images]
-    assert [axes.get_title() for axes in panels] == ["one, micro", "other, micro"]
-    assert {(axes.images[0].norm.vmin, axes.images[0].norm.vmax) for axes in panels} == {(-3.0, 2.0)}
-    outputs, inputs = (
-        [label.get_text() for label in labels] for labels in (panels[0].get_xticklabels(), panels[0].get_yticklabels())
-    )
-    assert outputs == ["embedding", "layer 0 attention", "layer 0 MLP", "layer 1 attention", "layer 1 MLP"]
-    assert inputs == [*outputs[1:], "final read"]

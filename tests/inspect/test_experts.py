@@ -32,14 +32,6 @@ def test_damaged_rows_are_left_out(tmp_path):
     assert [line.get_xdata().tolist() for line in bias.lines] == [[1, 3], [1, 3]]
 
 
-def test_routers_without_a_bias_have_an_empty_panel(tmp_path):
-    (tmp_path / "experts.jsonl").write_text(json.dumps(row(1, bias=[])))
-    picture = expert_picture(tmp_path)
-    assert picture is not None
-    texts = [text.get_text() for axes in picture.draw().axes for text in axes.texts]
-    assert texts == ["these routers have no bias"]
-
-
 def test_a_run_without_experts_has_no_picture(tmp_path):
     assert expert_picture(tmp_path) is None
     (tmp_path / "experts.jsonl").write_text("")

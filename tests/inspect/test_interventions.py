@@ -318,12 +318,3 @@ def test_means_and_permutations_over_tokens():
         expected = losses(case.model, BATCH, edit)[0]
         assert losses(case.model, BATCH, Intervention(reads, [[edge]], how))[0] == pytest.approx(expected, rel=1e-12)
         assert abs(expected - case.baseline[0]) > 1e-4
-
-
-def test_means_of_static_weights_change_nothing():
-    case = Case(("denseformer", {}), ("value_residual", {}))
-    assert not case.reads.vary
-    for edge in case.reads.all_edges():
-        for how in ("mean", "permuted"):
-            found = losses(case.model, BATCH, Intervention(case.reads, [[edge]], how))[0]
-            assert found == pytest.approx(case.baseline[0], rel=1e-14)

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 
-from depthlm.mechanisms.deepnorm import DeepNorm
 from depthlm.model.decoder import Decoder
 from depthlm.model.parameters import initialize
 
@@ -38,15 +37,6 @@ def test_initial_distributions(make_decoder):
         else:
             assert 0.018 < parameter.std() < 0.022, name
             assert abs(parameter.mean()) < 0.002, name
-
-
-def test_a_connection_may_scale_the_outputs_of_its_sublayers(make_decoder):
-    model = make_decoder(backbone_changes={"norm_placement": "none"}, connection=DeepNorm)
-    plain = make_decoder(backbone_changes={"norm_placement": "none"})
-    scaled = ("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    for name, parameter in plain.named_parameters():
-        factor = (8 * model.size.num_layers) ** -0.25 if name.split(".")[-2] in scaled else 1
-        torch.testing.assert_close(model.get_parameter(name), factor * parameter)
 
 
 @pytest.mark.parametrize("position", ["rope", "sinusoidal"])

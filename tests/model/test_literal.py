@@ -222,7 +222,7 @@ FURTHER_CASES = [
     case(("depth_qkv", {}), ("depth_attention", {"stride": 1}), backbone="olmo2", num_layers=2, heads=(4, 2)),
     *(
         case(attention=(name, settings), backbone="delta and latent", num_layers=4, heads=(2, 2))
-        for name, settings in ATTENTION_SETTINGS
+        for name, settings in [*ATTENTION_OF_EACH, ("value_residual", {}), ("shared_kv", {"reuse": "last_k"})]
     ),
 ]
 

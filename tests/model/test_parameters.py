@@ -58,14 +58,3 @@ def test_settings_of_a_group_come_after_what_modules_declare():
         "layer.weight": ("matrix", 0.1, 0.5),
         "layer.bias": ("vector", 0.2, 1.0),
     }
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"qeury": {"weight_decay": 0.0}}, "no such parameter"), ({"query": {"decay": 0.0}}, "decay not known")],
-)
-def test_invalid_optimizer_settings_are_refused(settings, message):
-    module = Mechanism()
-    module.optimizer_settings = settings
-    with pytest.raises(ValueError, match=message):
-        optimizer_groups(module, 0.1)

@@ -223,16 +223,8 @@ VARIANTS = [
     "model/connection=attention_residuals model.connection.block_size=1",
     "model/connection=attention_residuals model.connection.block_size=1 model.connection.window=2",
     "model/connection=attention_residuals model.connection.query=input_dependent",
-    "model/connection=attention_residuals model.connection.mixing=scalars",
     "model/connection=attention_residuals model.connection.mixing=sigmoid",
-    "model/connection=attention_residuals model.connection.start=identity",
-    "model/connection=attention_residuals_recency model.connection.start=identity",
-    "model/connection=dca model.connection.version=1",
     "model/connection=dca model.connection.last_k=2",
-    "model/connection=denseformer model.connection.dilation=2",
-    "model/connection=hyper_connections model.connection.collapse=learned",
-    "model/connection=laurel model.connection.variant=rw",
-    "model/connection=layer_scale model.connection.start=0.1",
     "model/connection=mhc model.connection.start=zero",
     *(f"model/attention={path.stem}" for path in sorted((CONF / "model/attention").glob("*.yaml"))),
     "model.loops=2",
@@ -263,23 +255,6 @@ def test_the_change_of_the_hidden_state_does_not_follow_the_depth(overrides):
         with torch.no_grad():
             changes.append(((model.hidden(first[:, :-1]) - before).norm() / before.norm()).item())
     assert abs(math.log(changes[1] / changes[0], deep / shallow)) < 0.15
-
-
-@pytest.mark.parametrize(
-    ("settings", "factor"),
-    [
-        ([], DEPTH),
-        (["block_size=1"], DEPTH),
-        (["mixing=sigmoid"], DEPTH),
-        # two of the blocks of an output, and all 8 of the outputs of 4 layers, then 10 of the 24 of 12 layers
-        (["block_size=1", "window=2"], 1.0),
-        (["block_size=10", "window=1"], 10 / 8),
-    ],
-)
-def test_the_outputs_are_divided_by_the_growth_of_the_number_that_a_read_adds_up(settings, factor):
-    overrides = ["model=attention_residuals", *(f"model.connection.{setting}" for setting in settings)]
-    model = depthlm.build_model(composed("parametrization=completep", *overrides), "meta")
-    assert model.factors["layers.0.mlp.down_proj.weight"].lr == pytest.approx(1 / WIDTH / factor)
 
 
 def test_the_rate_and_the_initial_values_are_those_of_the_base_size():

@@ -110,13 +110,6 @@ def masked(inputs: list[Tensor], mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def test_the_bounds_are_those_of_the_documents():
-    offsets, longest = documents().bounds
-    assert offsets.tolist() == [0, 3, 4, 8, 12, 13, 24, 36]
-    assert offsets.dtype == torch.int32
-    assert longest == T
-
-
 def test_attention_by_document_equals_a_mask(literal):
     inputs, mask = tensors(6, 2, 0), documents()
     found = gradients(attend_by_document(*inputs, mask.bounds), inputs)

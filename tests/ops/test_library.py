@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from depthlm.ops.library import FUNCTIONS, make_differentiable, register
+from depthlm.ops.library import FUNCTIONS, register
 
 
 @register(__name__, "double", torch.empty_like)
@@ -52,25 +51,3 @@ def test_compiled_code_keeps_what_an_operator_writes():
     x = torch.arange(3.0)
     # the operators are opaque, so there is no break in the graph
     assert torch.equal(torch.compile(compiled, backend="aot_eager", fullgraph=True)(x), 4 * x + 1)
-
-
-def test_an_operator_of_the_same_name_leaves_the_first_one_alone():
-    @register(__name__, "double", torch.empty_like)
-    def again(x: Tensor) -> Tensor:
-        return 3 * x
-
-    x = torch.ones(2)
-    assert torch.equal(double(x), 2 * x)
-    assert torch.equal(again(x), 3 * x)
-
-
-def test_only_what_is_made_differentiable_has_gradients():
-    @register(__name__, "triple", torch.empty_like)
-    def triple(x: Tensor) -> Tensor:
-        return 3 * x
-
-    x = torch.ones(2, requires_grad=True)
-    with pytest.warns(UserWarning, match="autograd kernel was not registered"):
-        double(x).sum().backward()
-    make_differentiable(triple, lambda ctx, grad: 3 * grad, lambda ctx, inputs, output: None)
-    assert torch.equal(torch.autograd.grad(triple(x).sum(), x)[0], torch.full((2,), 3.0))

@@ -4,8 +4,6 @@ import math
 from pathlib import Path
 from statistics import stdev
 
-import numpy as np
-
 from depthlm.report import report
 from depthlm.report.choice import choice_parts, choice_table, groups_of
 from depthlm.report.experiment_report import experiment_report
@@ -13,7 +11,6 @@ from depthlm.report.sweep import read_sweep
 from depthlm.report.sweep_report import results_table
 from depthlm.sweeps import sweep_points
 
-from ..pictures import keep_figures
 from .made_up import row, write_run
 from .test_sweep_report import lines
 
@@ -75,18 +72,6 @@ def test_a_report_has_the_choice_its_cost_and_a_picture():
     assert lines(results_table(read_sweep(SWEEP)))["mhc"][2] == "0.0000 [0.0000, 0.0000]"
 
 
-def test_the_picture_rings_the_chosen_values_and_has_the_intervals_of_their_neighbours(tmp_path, monkeypatch):
-    figures = keep_figures(monkeypatch)
-    train()
-    choice_parts(read_sweep(SWEEP), tmp_path)
-    (axes,) = figures["choice_lr"].axes
-    rings = [line.get_ydata() for line in axes.lines if line.get_markersize() > 10]
-    assert [[round(y, 4) for y in ring] for ring in rings] == [[3.02], [2.9]]
-    # vanilla has two neighbours with a finite loss; mhc has one
-    bars = [container.lines[2][0].get_segments() for container in axes.containers]
-    assert [sum(len(bar) > 0 and not np.isnan(bar).any() for bar in of_line) for of_line in bars] == [2, 1]
-
-
 def test_a_report_says_which_groups_have_not_chosen(capsys):
     train(rounds=1)
     text = report([*SWEEP, "to=report"]).read_text()
@@ -95,16 +80,6 @@ def test_a_report_says_which_groups_have_not_chosen(capsys):
     assert waiting in " ".join(capsys.readouterr().out.split())
     assert row(text, "mhc", 0)[-1] == "not chosen yet"
     assert "2 runs: 2 waiting." in text
-
-
-def test_a_choice_at_the_edge_or_by_one_seed_is_marked():
-    sweep = [f"{LR}=1e-3,2e-3", f"experiment.best_over={LR}", "experiment.selection_seeds=[11]", "experiment.widen=0"]
-    train(sweep)
-    ((*_, below, above, runs, remark),) = (
-        [cell.text for cell in cells] for cells in choice_table(read_sweep(sweep)).rows
-    )
-    assert (below, above, runs) == ("1e-3: +0.1000", "–", "2")
-    assert remark == "one seed: no interval; at the edge of the grid"
 
 
 def test_each_of_two_settings_has_a_row_and_a_picture(tmp_path):

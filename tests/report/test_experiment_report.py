@@ -7,7 +7,7 @@ import pytest
 
 from depthlm.report.tables import DASH, MISSING
 
-from .made_up import default_config, directories, experiment, is_png, reported, row, write_run
+from .made_up import directories, experiment, is_png, reported, row, write_run
 
 POINTS = [
     {"label": "Vanilla", "model": "vanilla", "paper": {"loss": 2.2348}},
@@ -91,17 +91,6 @@ def test_a_half_finished_sweep_reports_the_progress_of_each_run():
     assert "pale lines that end in a cross" in text
 
 
-def test_an_empty_sweep_has_only_the_papers_numbers():
-    text = reported(RULE)
-    assert "3 runs: 3 waiting." in text
-    assert "Waiting: Vanilla; Uniform \\| Mix; Depth-Attention." in text
-    assert row(text, "Vanilla") == [MISSING, "2.2348", DASH]
-    assert "comparable" not in text
-    assert Path("report/bars.png").exists()
-    assert not Path("report/loss_curves.png").exists()
-    assert "Nothing to draw yet." in text
-
-
 def test_several_seeds_are_reported_with_their_count_and_deviation():
     for number, directory in enumerate(directories(RULE, "smoke", ["1", "2"])):
         # the last run of the second seed is incomplete
@@ -153,32 +142,6 @@ def test_the_average_perplexity_is_over_the_validation_sets_of_the_other_columns
     assert row(text, "Depth-Attention") == ["8.00", "10.00", "5.00", "9.00"]
 
 
-def test_wide_groups_have_separate_tables_for_ours_the_papers_and_the_difference():
-    names = [f"task{number}" for number in range(17)]
-    columns = {
-        name: {"title": name, "metric": name, "group": "zero-shot", "better": "higher", "scale": 0.01, "digits": 1}
-        for name in names
-    }
-    columns["five"] = {"title": "five", "metric": "five", "group": "five-shot"}
-    points = [
-        {"label": label, "model": label, "paper": dict.fromkeys(names, 50.0) | {"five": 9.0}}
-        for label in ("vanilla", "dca")
-    ]
-    of = experiment(points=points, columns=columns)
-    for number, directory in enumerate(directories(of)):
-        write_run(directory, **dict.fromkeys(names, 0.512 + 0.1 * number))
-    text = reported(of)
-    assert [line for line in text.splitlines() if line.startswith(("**zero", "**five"))] == [
-        *["**zero-shot: ours**", "**zero-shot: the paper's**", "**zero-shot: ours - the paper's**"] * 2,
-        "**five-shot**",
-    ]
-    assert row(text, "vanilla") == ["51.2"] * 9
-    assert row(text, "dca") == ["61.2"] * 9
-    assert row(text, "vanilla", 2) == ["+1.2"] * 9
-    assert row(text, "vanilla", 3) == ["51.2"] * 8
-    assert row(text, "dca", 6) == [DASH, "9.000", DASH]
-
-
 def test_the_best_is_marked_for_each_size_separately_where_seeds_separate_it():
     points = [{"label": label, "model": label, "size": ["micro", "tiny"]} for label in ("vanilla", "dca")]
     of = experiment(points=points, columns=COLUMNS)
@@ -200,16 +163,6 @@ def test_a_run_with_another_protocol_is_reported():
     # assumptions that a budget replaces are omitted
     assert "- a cosine" in text
     assert "- a cosine" not in reported(RULE, "smoke")
-
-
-def test_an_experiment_without_columns_reports_the_validation_loss_and_the_real_sizes_of_its_models():
-    of = experiment(points=[{"model": ["vanilla", "dca"]}])
-    for directory, parameters in zip(directories(of, "smoke"), (370_000, 380_000), strict=True):
-        write_run(directory, 2.5, parameters=parameters)
-    text, size = reported(of, "smoke"), default_config("smoke").size
-    assert row(text, "vanilla") == ["2.5000"]
-    assert "paper" not in text.split("## Results")[1].split("–:")[0]
-    assert row(text, size.name) == [str(size.num_layers), str(size.hidden_size), "370K to 380K", "40K"]
 
 
 def test_the_validation_loss_stands_in_for_metrics_that_no_run_has():

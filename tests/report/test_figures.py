@@ -41,25 +41,6 @@ def test_lines_are_broken_where_a_number_is_missing():
     assert [mark.y for mark in _lines(sweep(of), hollow=True)[0].marks] == [3.8, 3.6, 2.4]
 
 
-def test_lines_over_a_number_use_the_papers_own_number_as_position():
-    points = [
-        {"label": "Vanilla", "model": "vanilla", "paper": {"loss": 3.0, "size": 75}},
-        {"label": "DCA", "model": "dca", "paper": {"loss": 2.9}},
-        {"label": "DCA large", "model": "dca", "size.num_layers": 8, "paper": {"loss": 2.8}},
-    ]
-    columns = LOSS | {"size": {"metric": "parameters", "scale": 1e6}}
-    of = experiment(points=points, columns=columns, figure="lines")
-    for directory in directories(of, "smoke"):
-        write_run(directory)
-    reported(of, "smoke")
-    theirs = _lines(sweep(of, "smoke"), hollow=True)
-    assert [[mark.x for mark in line.marks] for line in theirs] == [[75e6], [75e6, 75e6]]
-    of = experiment(points=[points[0] | {"paper": {"loss": 3.0}}], columns=columns, figure="lines")
-    write_run(directories(of, "smoke")[0])
-    text = reported(of, "smoke")
-    assert "1 of the paper's numbers are not drawn" in text
-
-
 @pytest.mark.usefixtures("rendered")
 def test_a_heatmap_has_a_panel_for_each_series_and_each_difference():
     grid = {"size.num_layers": [2, 4], "size.hidden_size": [64, 128]}
@@ -105,58 +86,23 @@ def test_without_numbers_no_figure_is_drawn_and_an_old_one_is_removed():
         assert not Path(f"report/{figure}.png").exists()
 
 
-@pytest.mark.usefixtures("rendered")
-def test_the_legend_of_many_lines_fits_into_the_figure(monkeypatch):
-    models = ["vanilla", "depth_attention", "attention_residuals_recency", "attention_residuals", "hyper_connections"]
-    of = experiment(
-        points=[{"model": models, "size.num_layers": [2, 4]}], columns=LOSS, figure="lines", x="size.num_layers"
-    )
-    for directory in directories(of):
-        write_run(directory)
-    figures = keep_figures(monkeypatch)
-    reported(of)
-    legend, width = figures["lines"].legends[0], figures["lines"].bbox.width
-    box = legend.get_window_extent()
-    assert box.x0 >= 0
-    assert box.x1 <= width
-
-
-def test_error_bars_of_lines_are_intervals_over_seeds():
-    of = experiment(
-        points=[{"model": "vanilla", "size.num_layers": [2, 4]}], columns=LOSS, figure="lines", x="size.num_layers"
-    )
-    for number, directory in enumerate(directories(of, "paper", ["1", "2", "3"])):
-        write_run(directory, 3.0 + 0.1 * (number // 2))
-    (line,) = _lines(sweep(of, "paper", ["1", "2", "3"]), hollow=False)
-    # Student's t of two degrees of freedom, times the deviation 0.1, divided by the root of three
-    assert [mark.interval for mark in line.marks] == pytest.approx([4.3027 * 0.1 / 3**0.5] * 2, rel=1e-4)
-    assert "Error bars: 95% intervals over seeds." in reported(of, "paper", ["1", "2", "3"])
-
-
 def test_the_stamp_has_the_budget_the_seeds_and_whether_numbers_are_comparable():
-    own = experiment(points=[{"model": ["vanilla", "dca"]}])
     version = f"depthlm {depthlm.__version__}"
-    assert sweep(own).stamp() == f"made_up, no complete run, {version}"
-    assert sweep(own, "smoke").stamp() == f"made_up, budget smoke, no complete run, {version}"
     of = experiment(points=[{"model": ["vanilla", "dca"], "paper": {"loss": 3.0}}], columns=LOSS)
-    for budget in ("paper", "smoke"):
-        assert sweep(of, budget).stamp() == f"made_up, budget {budget}, no complete run, {version}"
-        write_run(directories(of, budget)[0])
+    assert sweep(of).stamp() == f"made_up, budget paper, no complete run, {version}"
+    write_run(directories(of)[0])
     stamp = f"made_up, budget paper, 40K tokens, 1 seed, {version}"
     assert sweep(of).stamp() == sweep(of).stamp(beside_paper=True) == stamp
     seeds = ["1", "2", "3"]
     for number, directory in enumerate(directories(of, "smoke", seeds)):
-        write_run(directory, done=0.5 if number == 5 else 1)
-    assert sweep(of, "smoke", seeds).stamp() == f"made_up, budget smoke, 40K tokens, 2 to 3 seeds, {version}"
+        write_run(directory, done=0.5 if number == 5 else 1, tokens=188_416 if number else 1_908_736)
+    stamp = f"made_up, budget smoke, 188.4K to 1.909M tokens, 2 to 3 seeds, {version}"
+    assert sweep(of, "smoke", seeds).stamp() == stamp
     not_comparable = "; not comparable with the paper's numbers"
-    stamp = f"ours: made_up, budget smoke, 40K tokens, 1 seed, {version}{not_comparable}"
-    assert sweep(of, "smoke").stamp(beside_paper=True) == stamp
-    changed = replace(sweep(of), changed=["size=micro"])
-    assert "budget paper with a changed protocol, " in changed.stamp(beside_paper=True)
-    assert changed.stamp(beside_paper=True).endswith(not_comparable)
-    for directory, tokens in zip(directories(own), (188_416, 1_908_736), strict=True):
-        write_run(directory, tokens=tokens)
-    assert ", 188.4K to 1.909M tokens, 1 seed, " in sweep(own).stamp()
+    assert sweep(of, "smoke", seeds).stamp(beside_paper=True) == f"ours: {stamp}{not_comparable}"
+    changed = replace(sweep(of), changed=["size=micro"]).stamp(beside_paper=True)
+    assert "budget paper with a changed protocol, " in changed
+    assert changed.endswith(not_comparable)
 
 
 @pytest.mark.parametrize("figure", ["bars", "lines", "heatmap", "scaling"])

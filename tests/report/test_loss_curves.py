@@ -12,7 +12,6 @@ from depthlm.report.figures.loss_curves import (
     LossCurve,
     Panel,
     draw_loss_curves,
-    move_apart,
     panels_of,
     read,
     smooth,
@@ -60,7 +59,6 @@ def test_losses_are_the_means_of_the_logging_intervals_with_gaps():
 
 
 BOTH = {"model": ["vanilla", "dca"]}
-SHAPES = [{"size.num_layers": layers, "backbone.norm": norm} for layers, norm in ((2, "pre"), (4, "pre"), (4, "post"))]
 
 
 @pytest.mark.parametrize(
@@ -74,13 +72,6 @@ SHAPES = [{"size.num_layers": layers, "backbone.norm": norm} for layers, norm in
             ["shallow", "deep"],
             ["vanilla", "dca"],
         ),
-        # no setting alone distinguishes the tasks
-        (
-            [BOTH | shape for shape in SHAPES],
-            ["num layers 2, norm pre", "num layers 4, norm pre", "num layers 4, norm post"],
-            ["vanilla", "dca"],
-        ),
-        ([BOTH | {"optimizer.lr": [0.1, 0.001]}], ["lr 0.1", "lr 1e-3"], ["vanilla", "dca"]),
         # without a second row of any task, the sizes are the panels: here the configurations have one
         ([{"label": "vanilla", "model": "vanilla", "size.num_layers": [2, 4]}], ["tiny"], ["2", "4"]),
         ([BOTH], ["tiny"], ["vanilla", "dca"]),
@@ -111,15 +102,6 @@ def test_seeds_are_drawn_as_their_mean_and_a_band(monkeypatch):
     assert high < first[4]
 
 
-def test_titles_of_panels_beside_each_other_do_not_overlap(monkeypatch):
-    title = "lr 1e-3: 2 layers of width 64, 369.1K to 394.8K parameters"
-    panels, _ = drawn([Panel(title, [curve(f"a{number}", 3.0)]) for number in range(3)], monkeypatch)
-    panels[0].figure.draw_without_rendering()
-    boxes = [axes.title.get_window_extent() for axes in panels]
-    ends = [*(box.x0 for box in boxes[1:]), panels[0].figure.bbox.x1]
-    assert all(box.x1 < end for box, end in zip(boxes, ends, strict=True))
-
-
 def test_incomplete_runs_are_pale_and_end_in_a_cross(monkeypatch):
     waiting = LossCurve("waiting", mechanism_named("dca"), [read_run("no")])
     (axes,), notes = drawn([Panel("", [curve("a", 3.0, done=0.5), curve("b", 2.5), waiting])], monkeypatch)
@@ -129,33 +111,9 @@ def test_incomplete_runs_are_pale_and_end_in_a_cross(monkeypatch):
     assert any("Thin pale lines that end in a cross" in note for note in notes)
 
 
-def test_panels_without_losses_are_omitted(monkeypatch):
-    empty = Panel("empty", [LossCurve("waiting", mechanism_named("dca"), [read_run("no")])])
-    assert draw_loss_curves([empty], Path("loss_curves.png"), "") is None
-    panels, _ = drawn([empty, *(Panel(str(number), [curve(f"a{number}", 3.0)]) for number in range(5))], monkeypatch)
-    assert [axes.get_title() for axes in panels] == ["0", "1", "2", "3", "4"]
-
-
-def test_names_are_moved_apart_by_as_little_as_possible():
-    for wanted, places in (
-        ([], []),
-        ([0.9, 0.1], [0.9, 0.1]),
-        ([0.5, 0.5], [0.45, 0.55]),
-        ([0.5, 0.5, 0.5], [0.4, 0.5, 0.6]),
-        ([1.0, 0.98], [1.0, 0.9]),
-        ([0.0, 0.0, 0.7], [0.0, 0.1, 0.7]),
-        # the pair pushes the third one up
-        ([0.30, 0.30, 0.38], [0.2267, 0.3267, 0.4267]),
-        # too many names start at the bottom and keep their order
-        ([0.5 + 0.001 * number for number in range(20)], [0.1 * number for number in range(20)]),
-    ):
-        assert move_apart(wanted, 0.1) == pytest.approx(places, abs=1e-3)
-
-
 @pytest.mark.parametrize(
     ("over", "places", "title"),
     [
-        ("steps", [10, 20, 30, 40], "steps"),
         ("tokens", [10_000, 20_000, 30_000, 40_000], "tokens"),
         ("time", np.linspace(0.25, 1, 4) * SECONDS, "training time (seconds)"),
     ],

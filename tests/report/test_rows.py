@@ -1,7 +1,6 @@
 """The points that form a row, their numbers, and the row with which each is compared."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,15 +51,6 @@ def test_seeds_form_one_row_with_mean_and_sample_deviation():
     assert millions is not None
     assert millions.mean == pytest.approx(49.65)
     assert loss_over_seeds == Measured(pytest.approx(3.2), pytest.approx(math.sqrt((0.04 + 0.01 + 0.09) / 2)), 3)
-
-
-def test_one_seed_gives_no_deviation_and_no_seed_gives_no_number():
-    write_run(home("run-1"), 3.0)
-    write_run(home("run-2"), 2.0, done=0.5)
-    (row,) = rows(*(point("Vanilla", f"run-{seed}", seed=str(seed)) for seed in (1, 2)))
-    assert measure_column(row, LOSS) == Measured(3.0, None, 1)
-    (row,) = rows(point("Vanilla", "run-2"))
-    assert measure_column(row, LOSS) is None
 
 
 def test_a_row_is_named_by_its_label_and_differing_settings_or_its_mechanism():
@@ -114,31 +104,6 @@ def test_a_row_is_compared_with_the_baseline_of_its_size():
     # without a baseline, the first row of the task is the reference
     compared = sweep(point("A", "a", model="dca", model__k="1"), point("B", "b", model="dca", model__k="2"))
     assert compared.reference_of(compared.rows[1]) is compared.rows[0]
-
-
-def test_models_of_a_task_that_the_experiment_names_are_compared():
-    points = [
-        point("OLMo2", "a", model="vanilla", size="moda_700m_38l"),
-        point("OLMo2", "b", model="vanilla", size="moda_1.5b", size__num_layers="38"),
-        point("MoDA", "c", model="moda", size="moda_700m"),
-        point("MoDA", "d", model="moda", size="moda_1.5b"),
-    ]
-    tasks = ["700M", "1.5B"] * 2
-    compared = sweep(*(replace(of, parts=of.parts | {"task": task}) for of, task in zip(points, tasks, strict=True)))
-    references = [compared.reference_of(row) for row in compared.rows[2:]]
-    assert [of and of.label for of in references] == ["OLMo2, 700M", "OLMo2, 1.5B"]
-    assert [series.name for series in compared.series] == ["OLMo2", "MoDA"]
-
-
-def test_a_series_without_a_common_label_is_named_by_its_value():
-    compared = sweep(
-        point("Baseline", "a", model="vanilla"),
-        point("Blocks of 2", "b", model="attention_residuals", model__connection__block_size="2"),
-        point("Blocks of 4", "c", model="attention_residuals", model__connection__block_size="4"),
-        point("ReZero", "d", **{"model/connection": "rezero"}),
-    )
-    assert [series.name for series in compared.series] == ["Baseline", "attention_residuals", "ReZero"]
-    assert [series.key for series in compared.series] == ["vanilla", "attention_residuals", "rezero"]
 
 
 def test_pooling_weights_variances_by_their_degrees_of_freedom():

@@ -75,13 +75,6 @@ def test_runs_of_few_updates_are_called_a_trial(monkeypatch):
     assert "**2.2000" not in text
 
 
-def test_a_copy_of_a_run_does_not_change_the_labels_of_others():
-    for folder, model, seed in (("a", "mhc", 1), ("b", "mhc", 2), ("copy", "mhc", 1), ("c", "vanilla", 1)):
-        write_run(f"outputs/{folder}", config={"seed": seed, "model": {"name": model}})
-    text = report(["outputs"]).read_text()
-    assert [row(text, label)[0] for label in ("mhc", "mhc, copy", "vanilla")] == ["2", "1", "1"]
-
-
 def test_a_run_without_a_readable_configuration_is_compared_with_none():
     write_run("outputs/mhc", 3.0, config={"model": {"name": "mhc"}})
     write_run("outputs/dca", 2.9, config={"model": {"name": "dca"}})
@@ -100,17 +93,6 @@ def test_another_row_may_be_the_baseline(capsys):
     assert row(path.read_text(), "lr 0.1")[2] == "+0.5000"
     with pytest.raises(UserError, match=r"baseline=mhc: no such row; allowed: `lr 1e-3`, `lr 0\.1`"):
         report(["outputs", "baseline=mhc"])
-
-
-def test_reports_beside_the_runs_are_skipped():
-    for number in range(2):
-        write_run(f"outputs/{number}", config={"optimizer": {"lr": number}})
-    report(["outputs"])
-    folders = sorted(map(str, Path("outputs").iterdir()))
-    assert folders == ["outputs/0", "outputs/1", "outputs/report"]
-    assert [str(run.directory) for run in find_runs(folders)] == folders[:2]
-    with pytest.raises(UserError, match="name run directories"):
-        find_runs(folders[2:])
 
 
 def test_a_path_without_runs_is_an_error_and_a_run_named_twice_is_reported_once():
@@ -155,12 +137,6 @@ def test_what_follows_from_a_size_or_an_option_is_not_in_the_name_of_a_row():
     assert labels(["size=micro", "optimizer.lr=1e-3"], ["size=nano_60k"]) == ["micro, lr 1e-3", "nano_60k, lr 0.024"]
     lengths = labels(["training.max_steps=9", "model=mhc"], ["training.max_tokens=1M"])
     assert lengths == ["mhc, max_steps 9", "vanilla, max_tokens 1M"]
-
-
-def test_a_project_that_wandb_cannot_have_is_refused():
-    for project in ("", "a/b/c", "team/"):
-        with pytest.raises(UserError, match="must be <project> or <team>/<project>"):
-            report(["runs=outputs/a/base", f"wandb={project}"])
 
 
 @pytest.mark.usefixtures("rendered")

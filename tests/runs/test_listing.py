@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthlm.errors import UserError
-from depthlm.runs.listing import list_runs, parse_comparison, parse_number
+from depthlm.runs.listing import list_runs, parse_comparison
 
 from .made_up import root, write_run
 
@@ -209,16 +209,6 @@ def test_any_text_is_a_comparison_a_word_or_the_users_mistake(text):
     with suppress(UserError):
         comparison = parse_comparison(text)
         assert comparison is None or isinstance(comparison.matches({comparison.key: 1.0}), bool)
-
-
-def test_counts_and_decimal_numbers_are_read():
-    for text, number in {
-        "3.2": 3.2, "1e-3": 0.001, "-1": -1, "1M": 1_000_000, "1.1b": 1_100_000_000, "2_000": 2000, "10B": 10**10,
-        "9007199254740993": 9007199254740993,
-    }.items():  # fmt: skip
-        assert parse_number(text) == number
-    for text in ("nan", "inf", "1e999", "2d", "", "0.0001K", "1e999999999K", "360m_wide"):
-        assert parse_number(text) is None
 
 
 def test_an_age_has_a_unit_and_a_bound_is_a_number():

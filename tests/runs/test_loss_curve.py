@@ -11,15 +11,6 @@ from depthlm.runs.plots import subplots
 from ..pictures import keep_figures
 
 
-def test_the_loss_is_plotted_with_gaps_for_missing_values(tmp_path, rendered):
-    rows = [{"step": s, "tokens": s * 1000, "loss": 5.0, "mean_loss": None if s == 2 else 5.0 / s} for s in (1, 2, 3)]
-    rows[-1]["validation/set/loss"] = 2.0
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    picture = plot_loss(tmp_path, unigram_entropy=4.0).read_bytes()
-    assert picture.startswith(b"\x89PNG")
-    assert len(picture) > 10_000
-
-
 def test_a_plot_leaves_the_figures_of_a_notebook_alone(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 1000, "loss": 5.0, "mean_loss": 5.0}\n')
     earlier = matplotlib.get_backend()

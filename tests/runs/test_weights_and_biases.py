@@ -20,7 +20,7 @@ from depthlm.run_directory import MANIFEST, RunDirectory
 from depthlm.runs import trackers as service
 from depthlm.runs import weights_and_biases
 from depthlm.runs.trackers import QueuedService, Trackers, start_trackers
-from depthlm.runs.weights_and_biases import WeightsAndBiases, give_up, has_key
+from depthlm.runs.weights_and_biases import WeightsAndBiases, give_up
 from tests.runs.wandb_file import records
 
 SETTINGS = {name: {"name": value} for name, value in (("model", "mhc"), ("size", "micro"), ("data", "stdlib"))} | {
@@ -226,22 +226,6 @@ def test_waiting_for_a_server_that_does_not_answer_is_limited(warnings, tmp_path
     assert warnings[0].startswith(expected)
 
 
-def test_the_api_key_is_found_in_the_environment_or_in_netrc(monkeypatch, tmp_path):
-    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "NETRC"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert not has_key()
-    file = tmp_path / ".netrc"
-    file.write_text("machine example.org login user password secret\n")
-    file.chmod(0o600)
-    assert not has_key()
-    file.write_text("machine api.wandb.ai login user password secret\n")
-    assert has_key()
-    file.unlink()
-    monkeypatch.setenv("WANDB_API_KEY", "secret")
-    assert has_key()
-
-
 def test_the_file_of_a_run_has_its_group_tags_configuration_rows_alerts_and_weights(tmp_path):
     settings = SETTINGS | {"experiment": {"name": "moda/scaling"}, "optimizer": {"lr": 0.25}}
     settings["tracker"] = {"artifacts": "all"}
@@ -309,20 +293,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
-
-
-def test_a_relative_folder_is_that_of_the_current_working_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_RUN_ID", "shared")
-    ids = []
-    for name in ("first", "second"):
-        (tmp_path / name / "run").mkdir(parents=True)
-        monkeypatch.chdir(tmp_path / name)
-        run = weights_and_biases.init(Tracker(mode="offline"), dir=Path("run"))
-        ids.append(run.id)
-        run.finish()
-        assert records(Path("run/wandb"))
-    # a variable of the shell does not make one run of two
-    assert len({*ids, "shared"}) == 3
 
 
 def test_only_a_complete_run_uploads_its_last_weights(tmp_path):

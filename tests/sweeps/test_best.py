@@ -243,14 +243,6 @@ def test_a_value_that_the_configuration_refuses_is_not_added():
     assert tried(points, "size.num_kv_heads") == [2, 4]
 
 
-def test_words_are_chosen_without_an_edge():
-    grid = ["optimizer=adamw,muon", "experiment.best_over=optimizer", "experiment.selection_seeds=[11]"]
-    points = sweep_points(grid, read=recorded(lambda given: {"adamw": 3.0, "muon": 2.9}[given["optimizer"]]))
-    assert [(point.settings["optimizer"], point.selects) for point in points] == [
-        ("adamw", True), ("muon", True), ("muon", False),
-    ]  # fmt: skip
-
-
 def test_an_experiment_chooses_by_its_first_column(folder):
     def read(directory: str) -> RunRecord:
         given = by_name(directory.split())

@@ -1,6 +1,5 @@
 """The points of a sweep, as used by -m, submit.py and report."""
 
-import itertools
 import re
 from pathlib import Path
 
@@ -145,13 +144,6 @@ def test_a_point_cannot_start_from_an_incomplete_one(tmp_path):
         compose(later.overrides, folder)
     (tmp_path / "vanilla/summary.json").write_text("{}")
     assert compose(later.overrides, folder).init_from == f"{tmp_path}/vanilla"
-
-
-def test_a_value_that_no_point_has_replaces_theirs(folder):
-    points = sweep_points(["experiment=mine/it", "model=denseformer"], folder)
-    assert all("model=denseformer" in point.overrides and point.paper == {} for point in points)
-    settings = [{text for text in point.overrides if not text.startswith("model=")} for point in points]
-    assert not any(one == other for one, other in itertools.combinations(settings, 2))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from depthlm.__main__ import main
 from depthlm.commands.train import check_command_line, read_command_line
 from depthlm.config import ConfigError, compose
 from depthlm.errors import UserError
-from depthlm.sweeps import sweep_points
 
 from ...ranks import rank_variables
 
@@ -258,11 +257,6 @@ def test_commands_exit_with_2_and_the_mistakes(capsys):
             main(command, ["size=1.6b", "optimzer.lr=1"])
         assert caught.value.code == 2
         assert "did you mean" in capsys.readouterr().err
-
-
-def test_a_single_point_of_an_experiment_needs_no_multirun_flag(monkeypatch):
-    for point in sweep_points(["experiment=dca/depth", "budget=smoke"])[:3]:
-        check_command_line(read_command_line(point.overrides))
 
 
 @pytest.mark.parametrize("content", ["name: [unclosed", "name: ok\n  bad: indent\n", "name: \tx: 3\n"])

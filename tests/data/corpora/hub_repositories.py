@@ -34,12 +34,7 @@ QUESTIONS: dict[str, list[Any]] = {
     "c4, no subset": ["allenai/c4", None, None, ["train"]],
     "c4, no such subset": ["allenai/c4", "fr", None, ["train"]],
     "c4, no such split": ["allenai/c4", "en", None, ["train", "test"]],
-    "pile": ["monology/pile-uncopyrighted", None, None, ["train", "validation", "test"]],
-    "fineweb sample": ["HuggingFaceFW/fineweb-edu", "sample-10BT", None, ["train"]],
     "fineweb, no validation": ["HuggingFaceFW/fineweb-edu", "sample-10BT", None, ["train", "validation"]],
-    "olmo": ["allenai/olmo-mix-1124", None, None, ["train"]],
-    "olmo dclm": ["allenai/olmo-mix-1124", "dclm", None, ["train"]],
-    "lm1b": ["billion-word-benchmark/lm1b", None, "refs/convert/parquet", ["train", "test"]],
     "lm1b, no such folder": ["billion-word-benchmark/lm1b", "en", "refs/convert/parquet", ["train"]],
     "lm1b script": ["billion-word-benchmark/lm1b", None, None, ["train"]],
     "mixed": ["some/mixed", None, None, ["train", "validation"]],
@@ -51,7 +46,6 @@ QUESTIONS: dict[str, list[Any]] = {
     "nowhere": ["some/nowhere", None, None, ["train"]],
 }
 
-MIX = ["dclm", "arxiv", "pes2o", "starcoder", "algebraic-stack", "open-web-math", "wiki"]
 TOKENIZER = '{"version": "1.0", "ä": 1}'
 
 
@@ -94,12 +88,6 @@ REPOSITORIES: dict[str, dict[str, bytes]] = {
         "en/c4-validation.00000-of-00008.json.gz": gz("validation"),
         "en.noclean/c4-train.00000-of-07168.json.gz": gz("noclean"),
     },
-    "datasets/monology/pile-uncopyrighted": {
-        "README.md": b"---\nlicense: other\n---\n# Pile\n",
-        **{f"train/{i:02}.jsonl.zst": zst(f"train {i}") for i in range(3)},
-        "val.jsonl.zst": zst("validation"),
-        "test.jsonl.zst": zst("test"),
-    },
     "datasets/HuggingFaceFW/fineweb-edu": {
         "README.md": readme({"default": {"train": "data/*/*"}, "sample-10BT": {"train": "sample/10BT/*"}}),
         "data/CC-MAIN-2013-20/train-00000-of-00014.parquet": parquet("2013"),
@@ -107,14 +95,6 @@ REPOSITORIES: dict[str, dict[str, bytes]] = {
         "sample/10BT/000_00000.parquet": parquet("a"),
         "sample/10BT/001_00000.parquet": parquet("b"),
         "sample/100BT/000_00000.parquet": parquet("c"),
-    },
-    "datasets/allenai/olmo-mix-1124": {
-        "README.md": readme(
-            {"default": {"train": "data/**/*"}} | {name: {"train": f"data/{name}/**/*"} for name in MIX}
-        ),
-        **{f"data/{name}/train/{name}-0000.json.gz": gz(name) for name in MIX},
-        "data/dclm/0000/dclm-0001.jsonl.zst": zst("dclm"),
-        "data/dclm/0000/dclm-0002.json.zst": zst("dclm"),
     },
     "datasets/billion-word-benchmark/lm1b": {
         "README.md": b"---\ndataset_info:\n  config_name: plain_text\n---\n",

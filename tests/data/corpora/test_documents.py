@@ -235,15 +235,6 @@ def test_a_file_that_is_not_an_object_per_line_is_named_for_what_it_is(tmp_path,
     assert remedy in caught.value.remedy
 
 
-def test_text_in_utf16_is_a_bad_document_or_in_a_single_file_an_error(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_bytes("one".encode("utf-16"))
-    (bad,) = records(path)
-    assert (bad.bad, bad.why) == ("utf8", "the file is UTF-16, not UTF-8")
-    with pytest.raises(DataError, match="UTF-16"):
-        records(path, cut=True)
-
-
 @pytest.mark.parametrize("encoding", ["dictionary", "DELTA_BYTE_ARRAY"])
 def test_a_value_that_a_small_parquet_file_repeats_takes_little_memory(tmp_path, encoding):
     path, value, count = tmp_path / "a.parquet", "x" * 2**21, 100

@@ -121,33 +121,16 @@ def test_what_a_folder_holds_and_is_not_read_is_named(tmp_path, capsys):
     assert capsys.readouterr().err.splitlines()[:6] == [f"not read in {tmp_path}: {line}" for line in expected[:6]]
 
 
-ABOUT = ["LICENSE.txt", "README.md", "dataset_infos.json"]
-
-
-@pytest.mark.parametrize(
-    ("read", "code", "card"),
-    [
-        (["data/a.jsonl", "data/readme.md.jsonl"], [], "A corpus"),
-        (["data/README.md", "data/train.txt"], ["script.py"], "---\nlicense: mit\n---"),
-    ],
-)
-def test_the_card_and_licence_of_a_downloaded_data_set_are_not_text(tmp_path, read, code, card):
-    write(tmp_path, *read, *code, *ABOUT, ".gitattributes")
-    (tmp_path / "README.md").write_text(card)
+def test_the_card_and_licence_of_a_downloaded_data_set_are_not_text(tmp_path):
+    read, about = ["data/README.md", "data/train.txt"], ["LICENSE.txt", "README.md", "dataset_infos.json", "script.py"]
+    write(tmp_path, *read, *about, ".gitattributes")
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---")
     files = text_files("own", Data(source=str(tmp_path)))
     assert [file.name for file in files.train] == read
     assert files.unread == (
-        f"files about the data set: {len(ABOUT + code)} ({rest(tmp_path, [*read, '.gitattributes'])})",
+        f"files about the data set: 4 ({rest(tmp_path, [*read, '.gitattributes'])})",
         "hidden files and folders: 1 (.gitattributes)",
     )
-
-
-def test_a_data_set_of_which_nothing_is_read_says_what_it_has(tmp_path):
-    write(tmp_path, *ABOUT, "data/a.json")
-    with pytest.raises(
-        DataError, match=r"no file ending in .*, only files about.*; files ending in \.json: 1 \(data/a"
-    ):
-        text_files("own", Data(source=str(tmp_path)))
 
 
 def test_a_source_of_a_mixture_takes_missing_settings_from_the_corpus():

@@ -1,11 +1,6 @@
-"""Helpers: preparing in a process that a test can kill, and the files that remain."""
+"""Helpers: a slow preparation that a test can kill, and the files that remain."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
-
-import pytest
 
 # Waits for a line or the end of stdin, then prepares slowly, so that a kill can interrupt any part of it.
 SLOW = """
@@ -22,24 +17,6 @@ print("ready", flush=True)
 sys.stdin.readline()
 prepare(Data(name="local", source=sys.argv[1], vocab_size=300, validation_fraction=0.2, shard_tokens=500))
 """
-
-
-def ready(source: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, str(source)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    if process.stdout.readline() != "ready\n":
-        pytest.fail(process.communicate()[1])
-    return process
-
-
-def go(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
 
 
 def content(folder: Path) -> dict[str, bytes]:

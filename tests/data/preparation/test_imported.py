@@ -247,14 +247,6 @@ def test_the_same_import_again_changes_nothing_and_another_is_refused():
             import_tokens(other)
 
 
-def test_a_folder_with_other_files_is_left_alone():
-    Path("made").mkdir()
-    Path("made/mine.txt").write_text("mine")
-    with pytest.raises(DataError, match="need an empty folder"):
-        import_tokens(job(raw("ids", IDS)))
-    assert content(Path("made")) == {"mine.txt": b"mine"}
-
-
 def test_the_tokenizer_must_exist_before_and_bytes_have_one_end_of_text():
     with pytest.raises(DataError, match="the tokenizer that made them"):
         load_tokenizer("bpe", None)

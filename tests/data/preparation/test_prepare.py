@@ -1,17 +1,16 @@
 import dataclasses
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from depthlm.data import Corpus, DataError, Manifest, open_corpus, prepare, token_folders, vocab_size
+from depthlm.data import DataError, Manifest, open_corpus, prepare, token_folders, vocab_size
 from depthlm.data.corpora.documents import hash_share
 from depthlm.data.settings import Data, Source
 
-from .preparing import content, go, left_over, ready
+from .preparing import content, left_over
 
 
 def test_the_bytes_depend_neither_on_the_folder_nor_on_the_batch_size(local, monkeypatch):
@@ -20,18 +19,6 @@ def test_the_bytes_depend_neither_on_the_folder_nor_on_the_batch_size(local, mon
     monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 100)
     for changes, expected in zip(settings, whole, strict=True):
         assert content(prepare(local(path=f"again-{changes['max_tokens']}", **changes))["local"]) == expected
-
-
-def test_of_two_concurrent_processes_one_prepares(local, text_folder):
-    processes = [ready(text_folder) for _ in range(2)]
-    for process in processes:
-        go(process)
-    outputs = [process.communicate(timeout=60)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    assert sum("prepared" in output for output in outputs) == 1
-    data = local(shard_tokens=500)
-    alone = prepare(local(path="alone", shard_tokens=500))["local"]
-    assert open_corpus(data).manifests["local"] == Manifest.read(alone)
 
 
 def test_only_settings_that_change_the_bytes_change_the_folder(local, tmp_path):
@@ -85,30 +72,6 @@ def test_a_change_of_the_text_is_noted(local, text_folder, capsys):
     (text_folder / "new.txt").write_text("new")
     prepare(local())
     assert "has changed since" in capsys.readouterr().err
-    assert content(folder) == before
-
-
-def test_an_edit_that_keeps_the_size_is_noted(local, text_folder, capsys):
-    file = text_folder / "part0" / "0.txt"
-    # as of a file from an archive
-    os.utime(file, (10**9, 10**9))
-    folder = prepare(local())["local"]
-    prepare(local())
-    assert "note" not in capsys.readouterr().err
-    # token files of an earlier version have no times
-    manifest = Manifest.read(folder)
-    text = (folder / "manifest.json").read_bytes()
-    del manifest.source["times"]
-    manifest.write(folder)
-    prepare(local())
-    assert capsys.readouterr().err == ""
-    (folder / "manifest.json").write_bytes(text)
-    before, text = content(folder), file.read_bytes()
-    file.write_bytes(text.replace(b"one", b"two"))
-    assert file.read_bytes() != text
-    os.utime(file, ns=(10**18, 10**18))
-    prepare(local())
-    assert "may have changed (the same names and sizes, but files were written" in capsys.readouterr().err
     assert content(folder) == before
 
 
@@ -233,19 +196,3 @@ def test_unknown_tokens_are_counted_and_many_of_them_are_refused(tmp_path, capsy
     with pytest.raises(DataError, match=r"10.0% of \d\d\d tokens"):
         prepare(dataclasses.replace(tighter, path="third"))
     assert Manifest.read(prepare(dataclasses.replace(data, path="other"))["own"]) == manifest
-
-
-def test_bpe_dropout_is_off_which_is_printed(local, tmp_path, capsys):
-    plain = json.loads(open_corpus_after(local(path="bpe")).tokenizer.text)
-    plain["model"]["dropout"] = 0.5
-    (tmp_path / "dropout.json").write_text(json.dumps(plain))
-    folders = [prepare(local(tokenizer="dropout.json", path=f"tokens-{n}"))["local"] for n in range(2)]
-    assert content(folders[0]) == content(folders[1])
-    trained = Path("bpe", "train-00000.bin").read_bytes()
-    assert content(folders[0])["train-00000.bin"] == trained
-    assert "BPE dropout of 0.5 is off" in capsys.readouterr().err
-
-
-def open_corpus_after(data: Data) -> Corpus:
-    prepare(data)
-    return open_corpus(data)

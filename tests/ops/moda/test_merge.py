@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from depthlm.ops.moda import merge
 from depthlm.ops.moda.bank import depth_of
-from depthlm.ops.moda.merge import attend_with_flash, merged_attention
+from depthlm.ops.moda.merge import attend_with_flash
 from depthlm.ops.moda.naive import attend_with_scores
 
 
@@ -79,16 +79,6 @@ def test_lower_precision_is_close(masked, dtype, attend):
     for x, grad in zip(low, grads, strict=True):
         assert x.grad.dtype == dtype
         assert torch.nn.functional.cosine_similarity(x.grad.double().flatten(), grad.flatten(), dim=0) > 0.999
-
-
-def test_result_is_the_same_without_flash_attention(monkeypatch):
-    q, k, v, *depth = tensors(4, 2, 7, 7, 2)
-    pairs = depth_of(list(zip(depth[::2], depth[1::2], strict=True)))
-    masks = (None, any_mask(7, 7, seed=0))
-    expected = [merged_attention(q, k, v, pairs, mask) for mask in masks]
-    monkeypatch.setattr(merge, "has_flash", lambda *_: False)
-    for mask, merged in zip(masks, expected, strict=True):
-        torch.testing.assert_close(merged_attention(q, k, v, pairs, mask), merged)
 
 
 def test_the_depth_part_is_the_same_in_chunks(monkeypatch):
