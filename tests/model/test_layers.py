@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 import torch
 
@@ -24,7 +22,7 @@ def test_sinusoids():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_residual_stream_has_the_dtype_of_matrix_products_or_fp32(build: Any, preset: str) -> None:
+def test_the_residual_stream_has_the_dtype_of_matrix_products_or_fp32(build, preset):
     model, tokens = build(f"model={preset}"), torch.arange(16)[None]
     for model.fp32_residual, dtype in ((False, torch.bfloat16), (True, torch.float32)):
         with torch.autocast("cpu", torch.bfloat16):

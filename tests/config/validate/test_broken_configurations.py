@@ -107,6 +107,7 @@ BROKEN: list[tuple[str, dict[str, str]]] = [
     ),
     ("schedule=wsd", {"schedule.decay_ratio=0.99": "overlap", "data=local": "data.source: "}),
     ("backbone=qwen3_moe", {"deepspeed.experts=3": "must divide size.num_experts=8; allowed: 1, 2"}),
+    ("precision=bf16", {"deepspeed=zero1 precision.fp32_residual=true": "deepspeed.stage=1"}),
     ("backbone=olmoe", {"deepspeed=zero3 deepspeed.experts=2": "zero0, zero1 or zero2"}),
     # found before all of these
     ("", {"training.activation_checkpointing=selectiv": "selective"}),
