@@ -12,6 +12,7 @@ from depthlm.data import IGNORED, Batches, DataError, TokenFiles, loader, sample
 from depthlm.data.preparation.progress import SplitWriter
 from depthlm.data.sampler import inputs_and_targets, key_of, most_repetitions, permute
 from depthlm.errors import UserError
+from depthlm.model.attention.context import find_documents
 
 KEYS = st.integers(0, 2**64 - 1)
 
@@ -107,6 +108,22 @@ def test_the_windows_of_a_step_include_those_of_all_ranks(tmp_path):
                 assert sorted(itertools.chain(*windows.values())) == sorted(read.tolist())
             if len(names) == 1:
                 assert windows == {"books": read.tolist()}
+
+
+def test_the_document_length_counts_what_the_document_mask_lets_tokens_attend_to(tmp_path):
+    batches = Batches({"": written(tmp_path, 401)}, sequence_length=40, batch_size=2, seed=0)
+    tokens = torch.from_numpy(np.stack([batches[step].numpy() for step in range(5)])).view(10, 41)[:, :-1]
+    # one document in most windows, and three of 1, 2 and 37 tokens in one of them
+    first = int(tokens.min(1).values.sort().values[3])
+    tokens[tokens == first + 2] = first
+    mask = find_documents(tokens == first).mask.mask_b1ts
+    # a document of n tokens has n (n + 1) / 2 scores
+    expected = (2 * mask.sum().item() - tokens.numel()) / tokens.numel()
+    batches.tokens[0].read = lambda start, count: np.where(  # type: ignore[method-assign]
+        np.arange(start, start + count) == first + 2, first, np.arange(start, start + count)
+    )
+    assert batches.document_length(first, 10) == pytest.approx(expected)
+    assert batches.document_length(999, 10) == 40
 
 
 def test_the_loader_gives_the_steps_in_order_outside_shared_memory(tmp_path):

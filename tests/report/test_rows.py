@@ -13,9 +13,11 @@ from depthlm.report.rows import (
     difference,
     gather,
     measure_column,
+    number,
     pool_deviations,
 )
 from depthlm.report.sweep import Sweep
+from depthlm.runs.records import read_run
 from depthlm.sweeps import Point, sweep_points
 
 from .made_up import write_run
@@ -74,6 +76,11 @@ def test_differences_are_taken_between_runs_of_one_seed():
     # without a common seed, the means
     base, other = rows(point("A", "vanilla-1", model="a", seed="1"), point("B", "moda-1", model="b", seed="2"))
     assert difference(other, base, LOSS) == Measured(pytest.approx(-0.1), None, 0)
+
+
+def test_a_value_that_is_not_a_finite_number_is_none():
+    for value in (None, float("nan"), float("inf"), "3.1", [1]):
+        assert number(read_run(write_run(home("a"), validation_loss=value)), "validation_loss") is None
 
 
 def test_incomplete_and_foreign_files_give_no_validation_number():

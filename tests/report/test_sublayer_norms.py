@@ -8,7 +8,7 @@ import numpy as np
 from depthlm.report.figures.sublayer_norms import draw_sublayer_norms
 
 from ..pictures import keep_figures
-from .made_up import directories, experiment, sweep, write_run
+from .made_up import directories, experiment, reported, sweep, write_run
 
 
 def write_norms(directory: str, *factors: float) -> None:
@@ -34,3 +34,13 @@ def test_the_last_measurement_is_drawn_over_the_sublayers(monkeypatch):
         expected = mean * np.array([1, 2, 3, 4, np.nan, 6])
         np.testing.assert_allclose(np.asarray(line.get_ydata(), float), expected)
     assert all(len(np.asarray(line.get_ydata())) == 6 for line in gradients.lines)
+
+
+def test_a_report_has_the_figure_or_says_that_there_is_none():
+    of = experiment(points=[{"model": "vanilla"}], curves=["depth"])
+    (directory,) = directories(of)
+    write_run(directory)
+    assert "## Sublayers over depth\n\nNothing to draw yet." in reported(of)
+    write_norms(directory, 1.0)
+    assert "training.log_blocks_every" in reported(of)
+    assert Path("report/sublayer_norms.png").exists()

@@ -70,6 +70,17 @@ def test_the_best_row_is_bold_by_the_interval_of_its_own_line():
     assert dca() == ("-0.3950 [-0.4585, -0.3315]", True)
 
 
+def test_a_run_that_was_extended_has_its_new_length():
+    overrides = ["model=vanilla,mhc", "training.max_steps=40,80"]
+    for point in sweep_points(overrides):
+        steps = 60 if point.mechanism == "mhc" else int(point.settings["training.max_steps"])
+        write_run(point.directory, config={"training": {"max_steps": steps, "max_tokens": None}})
+    for point in sweep_points(overrides)[-1:]:
+        write_run(point.directory, config={"training": {"max_steps": None, "max_tokens": 1_000_000}})
+    labels = {"vanilla, max_steps 40", "vanilla, max_steps 80", "mhc, max_steps 60", "mhc, max_tokens 1M"}
+    assert {*lines(results_table(read_sweep(overrides)))} == labels
+
+
 def test_a_sweep_that_has_not_begun_has_a_table_also_of_parts_of_a_mechanism():
     for overrides in (["model=vanilla,mhc"], ["seed=1,2"]):
         assert {cells[1] for cells in lines(results_table(read_sweep(overrides))).values()} == {"missing"}

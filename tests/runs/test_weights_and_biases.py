@@ -20,7 +20,7 @@ from depthlm.run_directory import MANIFEST, RunDirectory
 from depthlm.runs import trackers as service
 from depthlm.runs import weights_and_biases
 from depthlm.runs.trackers import QueuedService, Trackers, start_trackers
-from depthlm.runs.weights_and_biases import WeightsAndBiases, give_up
+from depthlm.runs.weights_and_biases import WeightsAndBiases, give_up, has_key
 from tests.runs.wandb_file import records
 
 SETTINGS = {name: {"name": value} for name, value in (("model", "mhc"), ("size", "micro"), ("data", "stdlib"))} | {
@@ -224,6 +224,22 @@ def test_waiting_for_a_server_that_does_not_answer_is_limited(warnings, tmp_path
     expected = "W&B online failed" if silent else "W&B stopped (it did not finish within 0 s)"
     assert len(warnings) == 1
     assert warnings[0].startswith(expected)
+
+
+def test_the_api_key_is_found_in_the_environment_or_in_netrc(monkeypatch, tmp_path):
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert not has_key()
+    file = tmp_path / ".netrc"
+    file.write_text("machine example.org login user password secret\n")
+    file.chmod(0o600)
+    assert not has_key()
+    file.write_text("machine api.wandb.ai login user password secret\n")
+    assert has_key()
+    file.unlink()
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    assert has_key()
 
 
 def test_the_file_of_a_run_has_its_group_tags_configuration_rows_alerts_and_weights(tmp_path):

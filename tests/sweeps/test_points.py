@@ -75,6 +75,12 @@ def test_a_point_may_start_from_another_of_the_same_seed(folder):
     assert len(check_points(["experiment=mine/it"], folder)) == 6
 
 
+def test_a_point_cannot_start_from_a_seed_that_another_does_not_have(tmp_path):
+    lines = MINE.replace('init_from: "@plain"', 'seed: [1, 2], init_from: "@plain"')
+    with pytest.raises(ConfigError, match="init_from=@plain: that point has no seed 1; its seeds: the default"):
+        sweep_points(["experiment=mine/it"], write(tmp_path, lines))
+
+
 def test_a_value_of_the_points_selects_them(folder):
     points = sweep_points(["experiment=mine/it", "model=mhc,vanilla,moda"], folder)
     assert [point.label for point in points] == ["mhc, micro", "mhc, tiny", "plain", "later"]

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from depthlm.commands.prepare import main
-from depthlm.data import prepare, token_folders
+from depthlm.data import DataError, prepare, token_folders
 from depthlm.data.corpora.documents import Reader
 from depthlm.data.preparation import parts
 from depthlm.data.preparation.parts import Part
@@ -123,6 +125,26 @@ def test_damaged_files_of_a_part_are_encoded_again_which_is_printed(local, capsy
     printed = capsys.readouterr().err.replace("\n", "")
     assert [damage for file, damage in damaged.items() if f"{file.name} " not in printed] == []
     assert left_over(Path("tokens")) <= {"whole", "text"}
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_a_part_that_is_damaged_again_while_it_is_joined_is_an_error(local, monkeypatch):
+    write = parts._write
+
+    def damaging(file: IO[bytes], rows: NDArray[np.void], ids: NDArray[np.integer]) -> bytes:
+        written = write(file, rows, ids)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(b"?")
+        return written
+
+    data = local(path="tokens", shard_tokens=500)
+    monkeypatch.setattr(parts, "_write", damaging)
+    with pytest.raises(DataError, match=r"encoded text is damaged again.*differs from its SHA-256") as caught:
+        prepare(data, part=Part(0, 1))
+    assert "run the same command again" in caught.value.remedy
+    monkeypatch.setattr(parts, "_write", write)
+    whole = content(prepare(local(path="whole", shard_tokens=500))["local"])
+    assert content(prepare(data)["local"]) == whole
 
 
 def test_parts_at_the_same_time(local, text_folder, forks):
