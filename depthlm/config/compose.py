@@ -32,8 +32,9 @@ from depthlm.config.names import by_name, named_settings
 from depthlm.config.resolve import COMPOSING, resolve, resolve_saved
 from depthlm.config.saved import code_digests, compare, fixed_changes, load_config
 from depthlm.config.schema import Config
-from depthlm.config.validate.checks import check_machine, check_starts, check_together
+from depthlm.config.validate.checks import check_together
 from depthlm.config.validate.explain import explain_overrides, is_odd
+from depthlm.config.validate.machine import check_machine, check_starts
 from depthlm.errors import UserError
 from depthlm.locations import CONF
 from depthlm.machine import environment

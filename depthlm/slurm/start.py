@@ -9,7 +9,7 @@ import torch
 
 from depthlm.accounting.memory import MemoryEstimator, UntracedError
 from depthlm.config import Config, prepare_command
-from depthlm.config.validate.checks import check_ranks
+from depthlm.config.validate.machine import check_ranks
 from depthlm.counts import gib_text
 from depthlm.data import check_prepared
 from depthlm.errors import UserError

@@ -11,7 +11,7 @@ import wandb
 from depthlm.config import compose, compose_anywhere
 from depthlm.config.errors import ConfigError
 from depthlm.config.schema import Tracker
-from depthlm.config.validate import checks
+from depthlm.config.validate import machine
 from depthlm.runs.trackers import Trackers, start_trackers
 
 reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -40,7 +40,7 @@ def test_tracker_is_one_service_or_a_list_of_them():
 
 
 def test_a_tracker_that_is_not_installed_is_an_error_with_the_command_that_installs_it(monkeypatch):
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as error:
         compose(["tracker=[wandb,trackio]", "kernels=torch"])
     assert any("tracker=trackio: trackio is not installed; pip install" in text for text in error.value.errors)

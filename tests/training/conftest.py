@@ -36,7 +36,7 @@ def fp16_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.accelerator import get_accelerator
 
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
-    monkeypatch.setattr("depthlm.config.validate.checks._check_device", lambda config: [])
+    monkeypatch.setattr("depthlm.config.validate.machine._check_device", lambda config: [])
 
 
 @pytest.fixture(scope="session")
