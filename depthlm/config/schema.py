@@ -175,8 +175,7 @@ class Precision:
     name: Literal["auto", "fp32", "bf16", "fp16"] = key("auto", "auto: bf16 if the device is fast at it, else fp32")
     fp32_residual: bool = key(
         False,
-        "bf16 at ZeRO 0: keep the residual stream, and all that layers read over depth, in fp32, which moves twice the "
-        "bytes; otherwise they are in bf16, as at higher stages",
+        "at ZeRO 0 with bf16, keep the residual stream in fp32 instead of bf16, which moves twice the bytes",
     )
     tf32: bool = key(
         True, "compute fp32 matrix products on a GPU in TF32, with 10 bits of mantissa", on_resume="logged"

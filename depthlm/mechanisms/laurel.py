@@ -82,7 +82,7 @@ class Laurel(Connection):
     def write(self, state: State, output_btd: Tensor, carry: None) -> State:
         x = state.inputs[0]
         if self.variant == "rw":
-            return State((self.alpha * output_btd + self.beta * x,))
+            return State(((self.alpha * output_btd + self.beta * x).to(x.dtype),))
         # B A is linear, so it is applied once to the weighted sum
         z = x if self.variant == "lr" else weighted_sum(self.edited_gamma(x), state.inputs)
         y = x + output_btd + F.linear(F.linear(z, self.down), self.up)

@@ -73,7 +73,7 @@ class MRLA(Connection):
     def entries(self, state: State) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return the keys and values with those of the newest output."""
         newest = state.newest
-        return (*state.keys, self.k_proj(newest).sigmoid()), (*state.values, self.c * newest)
+        return (*state.keys, self.k_proj(newest).sigmoid()), (*state.values, (self.c * newest).to(newest.dtype))
 
     def alpha(self, state: State, keys: Sequence[Tensor]) -> Tensor:
         alpha_nbt = source_scores(self.q_proj(state.newest).sigmoid() / self.size.head_size, keys, eps=None)

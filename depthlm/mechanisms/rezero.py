@@ -41,4 +41,4 @@ class ReZero(Connection):
         return (state.h,), None
 
     def write(self, state: Hidden, output_btd: Tensor, carry: None) -> Hidden:
-        return Hidden(state.h + self.alpha * output_btd)
+        return Hidden(state.h + (self.alpha * output_btd).to(state.h.dtype))

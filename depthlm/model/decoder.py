@@ -68,8 +68,8 @@ class Decoder(nn.Module):
     kept_sources: of a pruned model, the sources that its reads keep (see `depthlm.model.edges.Kept`).
     activation_checkpointing: what the backward pass recomputes (see `recompute_layer`).
     kernels: the implementation of the operators over depth: auto, triton or torch (`depthlm.ops.backend`).
-    fp32_residual: whether the residual stream, streams and sources stay in fp32 under autocast; otherwise they have the
-        dtype of matrix products.
+    fp32_residual: whether the residual stream, and the streams and sums of a mechanism, stay in fp32 under autocast;
+        otherwise they have the dtype of matrix products.
     end_of_text: the token that ends a document. With it, tokens attend only within their document and positions start
         at 0 in each document, so the logits equal those of the document alone. None: each sequence is one document.
     end_of_text_begins: whether that token belongs to the document after it, as its BOS token.

@@ -100,7 +100,6 @@ def saved_by_autograd(model, tokens, autocast) -> int:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_trace_counts_what_autograd_saves(name):
-    # presets of one mechanism are neighbours, so that each mechanism has both
     autocast = mechanisms().index(name) % 2 == 0
     config = configuration(f"model={name}", "size.num_layers=3")
     real, meta = (depthlm.build_model(config, device) for device in ("cpu", "meta"))

@@ -64,7 +64,7 @@ def test_a_running_sum_is_sent_again():
     assert [x / D for x in cached] == [2, 2, 3, 2, 3, 2, 3]
 
 
-def test_streams_are_sent_at_every_transition():
+def test_a_state_of_a_constant_size_is_sent_at_every_transition():
     assert values("model=vanilla") == ([D] * 7, [D] * 7)
     assert values("model=mhc") == ([4 * D] * 7, [4 * D] * 7)
 

@@ -13,7 +13,7 @@ from depthlm.runs.records import read_metrics
 
 from ..forks import environment_with
 from ..ranks import free_port
-from .test_train import LAUNCH, wait_for_step
+from .test_train import wait_for_step
 
 DEEPSPEED = str(Path(sys.executable).parent / "deepspeed")
 
@@ -24,7 +24,8 @@ def rows(directory: Path) -> dict[int, float]:
 
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_worker_is_killed(small_run, tmp_path):
-    command = [*LAUNCH[:-1], "--max-restarts=1", "train.py"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command += ["--max-restarts=1", "train.py"]
     settings = small_run("training.max_steps=120", "training.checkpoint_every=20", "training.log_every=1")
     with subprocess.Popen([*command, *settings], cwd=REPOSITORY, env=environment_with()) as torchrun:
         wait_for_step(tmp_path / "run", 30, torchrun)

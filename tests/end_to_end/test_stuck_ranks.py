@@ -1,4 +1,4 @@
-"""Two ranks, one of which is killed, stopped, fails or hangs: the other exits in time and names that rank."""
+"""Two ranks, one of which is killed, fails or hangs: the other exits in time and names that rank."""
 
 import os
 import re
@@ -26,7 +26,6 @@ class Mischief(Residual):
         if Mischief.calls > 40 and os.environ["RANK"] == "1":
             if os.environ["MISCHIEF"] == "sleep":
                 time.sleep(1e6)
-
             raise ZeroDivisionError("on purpose")
         return super().read(stream)
 """

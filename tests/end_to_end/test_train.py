@@ -1,28 +1,18 @@
-"""train.py from the command line: trained, interrupted and repeated, on one rank and on two."""
+"""train.py from the command line: trained, interrupted and repeated."""
 
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import depthlm
-from depthlm.locations import REPOSITORY
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
 
-from ..forks import Forked, environment_with
+from ..forks import Forked
 
 TRAIN = ["train.py"]
-LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "train.py"]
-
-
-def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=400, env=environment_with(**environment)
-    )
 
 
 def curve(directory: Path) -> dict[int, float]:

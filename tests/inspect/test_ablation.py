@@ -1,7 +1,6 @@
 """`inspect ablate=` and `prune=`: their files, their resumption, the pruned run and their error messages."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -28,7 +27,6 @@ from depthlm.training.checkpoint.restoring import needs_repartition
 from .conftest import TOKENS, composed
 from .test_command import inspect, refused
 
-Build = Callable[..., Decoder]
 BATCHES: list[Batch] = [(TOKENS[:2, :-1], TOKENS[:2, 1:]), (TOKENS[2:, :-1], TOKENS[2:, 1:])]
 
 

@@ -1,18 +1,15 @@
 """The attention maps of MoDA equal its attention probabilities."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from depthlm.model import Decoder, Observer
+from depthlm.model import Observer
 from depthlm.ops.moda.naive import probabilities
 
 from .conftest import TOKENS
-
-Build = Callable[..., Decoder]
 
 
 class Attended(Observer):

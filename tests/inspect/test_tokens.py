@@ -1,6 +1,6 @@
 """Pictures of the weights of single tokens: their arrays equal those of the means, and their axes name the tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +15,6 @@ from depthlm.model import Decoder
 
 from .conftest import TOKENS
 
-Build = Callable[..., Decoder]
 NAMES = [f"t{number}" for number in range(12)]
 
 

@@ -1,6 +1,5 @@
 """The array of each picture equals weights that were set by hand."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +10,12 @@ import torch
 import depthlm
 from depthlm.inspect import collect
 from depthlm.locations import CONF
-from depthlm.model import Connection, Decoder, Observer
+from depthlm.model import Connection, Observer
 
 from ..options import option
 from .conftest import TOKENS, composed
 
 nan = float("nan")
-Build = Callable[..., Decoder]
 
 
 def same(found: Any, expected: Any) -> None:

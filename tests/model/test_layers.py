@@ -1,9 +1,12 @@
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
+from depthlm.locations import CONF
+from depthlm.model.layer import Observer
 from depthlm.model.layers import apply_rope, rope_tables, sinusoids
 
-from .conftest import PRESETS
+CONNECTIONS = sorted(path.stem for path in (CONF / "model" / "connection").glob("*.yaml"))
 
 
 def test_rope_is_precise_in_bf16():
@@ -21,10 +24,32 @@ def test_sinusoids():
     assert (table[:, 6] == 0).all()
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_the_residual_stream_has_the_dtype_of_matrix_products_or_fp32(build, preset):
-    model, tokens = build(f"model={preset}"), torch.arange(16)[None]
-    for model.fp32_residual, dtype in ((False, torch.bfloat16), (True, torch.float32)):
-        with torch.autocast("cpu", torch.bfloat16):
-            assert model.hidden(tokens).dtype == dtype
-    assert model.hidden(tokens).dtype == torch.float32
+class Dtypes(Observer):
+    """The dtypes of what layers pass on, but for maps, of which each token has a few, and for sums of later reads."""
+
+    def __init__(self):
+        self.found = set()
+
+    def layer(self, position, state, depth):
+        passed = [value for name, value in state._asdict().items() if name != "ahead"]
+        self.found |= {x.dtype for x in tree_leaves(passed) if torch.is_tensor(x) and x.shape[-1] == 32}
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [*(f"model/connection={name}" for name in CONNECTIONS), "model/connection=laurel model.connection.variant=rw"],
+)
+def test_all_that_layers_pass_on_is_in_bf16_under_autocast(build, mechanism):
+    model, dtypes = build(*mechanism.split()), Dtypes()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.arange(16)[None], observer=dtypes)
+    assert dtypes.found == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("preset", ["vanilla", "mhc", "denseformer"])
+def test_the_residual_stream_may_stay_in_fp32(build, preset):
+    model, dtypes = build(f"model={preset}", "precision.fp32_residual=true"), Dtypes()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.arange(16)[None], observer=dtypes)
+        assert torch.float32 in dtypes.found
+        assert model.hidden(torch.arange(16)[None]).dtype == torch.float32

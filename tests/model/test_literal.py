@@ -63,6 +63,7 @@ CONNECTION_SETTINGS = [
     ("hyper_connections", {}),
     ("hyper_connections", {"num_streams": 3, "dynamic": False}),
     ("hyper_connections", {"num_streams": 3, "collapse": "learned"}),
+    ("hyper_connections", {"num_streams": 3, "collapse": "sum"}),
     ("hyper_connections", {"num_streams": 1}),
     ("mhc", {}),
     ("mhc", {"num_streams": 3, "iterations": 5, "collapse": "sum"}),

@@ -217,9 +217,10 @@ def _check_sharding(config: Config) -> list[str]:
             "allowed: deepspeed=zero3_offload"
         )
     if config.precision.fp32_residual and config.precision.name != "fp32" and stage > 0:
+        other = "" if config.precision.name == "fp16" else "deepspeed=zero0, or "
         errors.append(
-            f"precision.fp32_residual=true with deepspeed.stage={stage}: needs fp32 weights under autocast; use "
-            "deepspeed=zero0 or precision=fp32"
+            f"precision.fp32_residual=true with deepspeed.stage={stage}: only ZeRO 0 has fp32 weights under autocast; "
+            f"allowed: {other}precision.fp32_residual=false"
         )
     if stage == 3 and config.training.compile is True:
         errors.append(

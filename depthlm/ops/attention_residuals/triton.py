@@ -83,7 +83,7 @@ def depth_attend(
         expect("attention_residuals", query_sd, **{"start of lse": (start[1], (len(query_sd), *positions))})
     if len(sources) == 1 and start is None and not bias:
         expect("attention_residuals", query_sd, **{"source 0": (sources[0], sources[0].shape)})
-        # all weights are 1; for this source, which autocast leaves in fp32, the kernels would be compiled once more
+        # all weights are 1; for this source alone, the kernels might be compiled once more
         scores = source_scores(query_sd, [sources[0][None]] * len(query_sd), eps)
         return sources[0].expand(len(query_sd), *sources[0].shape), scores[:, 0]
     result: Sequence[Tensor] = start or ()
