@@ -233,6 +233,7 @@ def test_a_run_with_graphs_equals_one_without(small_run, tmp_path):
     assert (graphs / "blocks.jsonl").read_text() == (plain / "blocks.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_two_ranks_with_graphs_equal_two_without_also_if_a_capture_fails_on_one(
     two_ranks, train_run, small_run, tmp_path
 ):

@@ -107,6 +107,7 @@ def test_a_skipped_batch_has_no_gradient_norms(small_run, tmp_path):
     assert all(math.isfinite(value) for value in logged[1]["mlp_output"] + logged[2]["mlp_gradient"])
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_the_same_as_one(train_run):
     settings = ["training.max_steps=2", "training.log_blocks_every=2", "training.micro_batch_size=1"]
     one, two = (rows(train_run(*settings, ranks=count, name=str(count))) for count in (1, 2))
