@@ -114,7 +114,7 @@ def as_text(value: Any) -> Any:
 
 
 def _with_residual(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved configuration with `precision.fp32_residual`, which earlier runs lack: they had it in autocast."""
+    """Return a saved configuration with `precision.fp32_residual`: runs without this key had it under autocast."""
     precision, sharding = saved.get("precision"), saved.get("deepspeed")
     if not isinstance(precision, dict) or not isinstance(sharding, dict) or "fp32_residual" in precision:
         return saved

@@ -174,8 +174,7 @@ class Precision:
 
     name: Literal["auto", "fp32", "bf16", "fp16"] = key("auto", "auto: bf16 if the device is fast at it, else fp32")
     fp32_residual: bool = key(
-        False,
-        "at ZeRO 0 with bf16, keep the residual stream in fp32 instead of bf16, which moves twice the bytes",
+        False, "at ZeRO 0 with bf16, keep the residual stream in fp32 instead of bf16, which moves twice the bytes"
     )
     tf32: bool = key(
         True, "compute fp32 matrix products on a GPU in TF32, with 10 bits of mantissa", on_resume="logged"

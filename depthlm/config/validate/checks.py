@@ -7,12 +7,7 @@ from depthlm.config.names import check_name
 from depthlm.config.resolve import LENGTHS, tokenizer_exists
 from depthlm.config.schema import Config, run_steps, warmup_steps
 from depthlm.config.validate.decoder import check_mechanism, check_parametrization, check_shape
-from depthlm.data import (
-    DataError,
-    padded_vocab_size,
-    shares,
-    train_sources,
-)
+from depthlm.data import DataError, padded_vocab_size, shares, train_sources
 from depthlm.distributed import launchers
 from depthlm.errors import UserError
 from depthlm.fields import TINY
@@ -85,6 +80,7 @@ def _check_batch(config: Config, given: Set[str]) -> list[str]:
 
 
 def check_share(config: Config, ranks: int) -> list[str]:
+    """Return the mistake of a batch, or of a micro-batch, that this number of ranks cannot share."""
     training = config.training
     if training.batch_size % ranks:
         return [

@@ -119,12 +119,7 @@ BROKEN: list[tuple[str, dict[str, str]]] = [
     ("", {"fork_from=/nowhere": "fork_from=/nowhere: no checkpoint in it"}),
     ("", {"optimizer.momentum=0.9": "optimizer.momentum=0.9: torch.optim.AdamW has no such setting"}),
     # optimizers
-    (
-        "",
-        {
-            "+optimizer.settings.amsgrd=true": "did you mean `amsgrad`?",
-        },
-    ),
+    ("", {"+optimizer.settings.amsgrd=true": "did you mean `amsgrad`?"}),
     ("", {"optimizer.settings.fusde=true": "did you mean `optimizer.settings.fused`?"}),
     ("optimizer=muon", {"optimizer.momentun=0.9": "did you mean `optimizer.momentum`?"}),
     ("", {"+optimizer.settings.eps=1e-46": "at least 1.17549"}),
