@@ -1,6 +1,6 @@
 """Run the compiled code of the Triton kernels on the CPU, and compare it with float64 references. See README.md.
 
-python -m tests.ptx_machine [--only WORDS] [--seeds N] [--target 80|90]
+python -m tests.ptx_machine [--only WORDS]
 """
 
 import argparse
@@ -8,38 +8,34 @@ import sys
 import time
 from collections import Counter
 
+from .grid import ORDERS
+from .launcher import Launcher
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases with these words in their name")
-    parser.add_argument("--seeds", type=int, default=1, help="random orders of warps for small cases (default: 1)")
-    parser.add_argument("--target", type=int, default=80, choices=(80, 86, 89, 90), help="compute capability")
-    parser.add_argument("--huge", action="store_true", help="instead, tensors of more than 2^31 numbers (`huge.py`)")
-    parser.add_argument("--list", action="store_true", help="name the cases, and run nothing")
-    asked = parser.parse_args()
-    from .launcher import Launcher
-
-    launcher = Launcher(asked.target)
+    words = parser.parse_args().only.split()
+    launcher = Launcher()
     import torch
 
     from depthlm.ops import backend
 
     from .cases import all_cases
+    from .huge import all_huge
 
     torch.set_num_threads(1)
     # the dispatch of the project accepts CPU tensors
     backend.missing = lambda device: None
     outcomes: Counter[str] = Counter()
     started = time.perf_counter()
-    if asked.huge:
-        return check_huge(launcher, asked.only)
     for case in all_cases():
-        if not all(word in case.name for word in asked.only.split()):
-            continue
-        if asked.list:
-            print(case.name)
-            continue
-        outcomes[check(case, launcher, asked.seeds)] += 1
+        if all(word in case.name for word in words):
+            outcomes[check(case, launcher)] += 1
+    torch.utils.deterministic.fill_uninitialized_memory, launcher.edges = False, True
+    for name, call in all_huge():
+        if all(word in name for word in words):
+            outcomes[check_huge(name, call, launcher)] += 1
     print(f"{outcomes.total()} cases: {dict(outcomes)}; {time.perf_counter() - started:.0f} s")
     print(
         f"{launcher.launches.total()} launches of {len(launcher.launches)} kernels in {len(launcher.programs)} versions"
@@ -51,68 +47,50 @@ def main() -> int:
     return int(any(name != "agrees" for name in outcomes))
 
 
-def check(case, launcher, seeds: int) -> str:
+def check(case, launcher) -> str:
     """Run a case in each order, print a line, and return the outcome."""
     import torch
 
     from .cases import TOLERANCES
 
     begun, expected, first, problems = time.perf_counter(), case.results("torch"), None, []
-    before = launcher.launches.total()
-    orders = [("together", 0)]
-    if case.small and seeds:
-        orders += [("first", 0), ("last", 0), *(("random", seed) for seed in range(seeds))]
-    worst = 0.0
-    for order, seed in orders:
-        launcher.begin(order, seed)
+    before, worst = launcher.launches.total(), 0.0
+    orders = ORDERS if case.small else ORDERS[:1]
+    for order in orders:
+        launcher.begin(order, 0)
         try:
             found = case.results("triton")
         except Exception as error:
             problems.append(f"{order}: {type(error).__name__}: {error}")
             break
-        faults, examples = launcher.reports.faults, launcher.reports.examples
-        problems += [f"{order}: {name} ({count} times): {examples[name]}" for name, count in faults.items()]
+        problems += [f"{order}: {fault}" for fault in launcher.reports.described()]
         differences = compare(found, expected)
         worst = max([worst, *differences.values()], key=lambda x: float("inf") if x != x else x)
         limit = TOLERANCES[case.dtype] * case.factor
         problems += [f"{order}: {name} differs by {x:.2g}" for name, x in differences.items() if not x <= limit]
-        if first is None:
-            first = found
-        else:
-            changed = [name for name, x in found.items() if not torch.equal(x.nan_to_num(7), first[name].nan_to_num(7))]
-            problems += [f"{order} {seed}: other numbers than together: {', '.join(changed)}"] if changed else []
-    seconds, count = time.perf_counter() - begun, launcher.launches.total() - before
-    line = f"{case.name:62} {len(orders)} orders {count:4} launches {seconds:6.1f} s  largest difference {worst:.1e}  "
-    print(line + ("agrees" if not problems else "FAULT"), flush=True)
-    show(list(dict.fromkeys(problems)))
-    return "agrees" if not problems else "faulty"
+        first = first or found
+        changed = [name for name, x in found.items() if not torch.equal(x.nan_to_num(7), first[name].nan_to_num(7))]
+        problems += [f"{order}: other numbers than together: {', '.join(changed)}"] if changed else []
+    count = f"{len(orders)} orders {launcher.launches.total() - before:4} launches"
+    return report(f"{case.name:62} {count}", begun, worst, problems)
 
 
-def show(problems: list[str], most: int = 12) -> None:
-    for problem in problems[:most]:
+def check_huge(name: str, call, launcher) -> str:
+    begun = time.perf_counter()
+    launcher.begin("together", 0)
+    differences = compare(*({str(k): x for k, x in enumerate(xs)} for xs in call()))
+    problems = [f"result {k} differs by {x:.2g}" for k, x in differences.items() if not x <= 0.04]
+    problems += launcher.reports.described()
+    return report(f"huge {name:57}", begun, max(differences.values()), problems)
+
+
+def report(text: str, begun: float, worst: float, problems: list[str]) -> str:
+    outcome, problems = "FAULT" if problems else "agrees", list(dict.fromkeys(problems))
+    seconds = time.perf_counter() - begun
+    print(f"{text} {seconds:6.1f} s  largest difference {worst:.1e}  {outcome}", flush=True)
+    for problem in problems[:12]:
         print("    " + problem, flush=True)
-    if len(problems) > most:
-        print(f"    and {len(problems) - most} more", flush=True)
-
-
-def check_huge(launcher, words: str) -> int:
-    import torch
-
-    from .huge import all_huge
-
-    torch.utils.deterministic.fill_uninitialized_memory, launcher.edges, faulty = False, True, 0
-    for name, call in all_huge():
-        if all(word in name for word in words.split()):
-            begun = time.perf_counter()
-            launcher.begin("together", 0)
-            found, expected = call()
-            differences = compare(*({str(k): x for k, x in enumerate(xs)} for xs in (found, expected)))
-            wrong = [f"result {k} differs by {x:.2g}" for k, x in differences.items() if not x <= 0.04]
-            problems = wrong + [f"{fault}: {launcher.reports.examples[fault]}" for fault in launcher.reports.faults]
-            print(f"{name:20} {time.perf_counter() - begun:6.1f} s  {'FAULT' if problems else 'agrees'}", flush=True)
-            show(problems)
-            faulty += bool(problems)
-    return int(faulty > 0)
+    return outcome
 
 
 def compare(found, expected) -> dict[str, float]:

@@ -24,7 +24,7 @@ def launch(program, grid, parameters, ranges, shared_bytes, warps, reports: Repo
     same values and only one of them stores.
     """
     grid = (*grid, 1, 1)[:3]
-    arguments = program, grid, programs(grid, edges), parameters, max(shared_bytes, program.kernel.static_shared), warps
+    arguments = program, grid, programs(grid, edges), parameters, shared_bytes, warps
     memory = GlobalMemory(ranges, program.granule, warps * 32, reports)
     run_grid(*arguments, memory, reports, order, seed)
     if raced := memory.shadow.raced:
@@ -40,8 +40,8 @@ def launch(program, grid, parameters, ranges, shared_bytes, warps, reports: Repo
 
 
 def programs(grid, edges: bool) -> list[int]:
-    """Return the numbers of the programs to run; edges: at most the first and the last two of a long axis."""
-    x, y, z = (range(n) if n <= 64 or not edges else (0, n - 2, n - 1) for n in grid)
+    """Return the numbers of the programs to run; edges: at most the first and the last of a long axis."""
+    x, y, z = (range(n) if n <= 64 or not edges else (0, *range(n - 32, n)) for n in grid)
     return [i + grid[0] * (j + grid[1] * k) for k in z for j in y for i in x]
 
 

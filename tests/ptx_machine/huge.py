@@ -1,9 +1,11 @@
 """Operators on tensors of more than 2^31 numbers, of which only the first and the last programs run.
 
-Memory is sparse: files without content, and allocations that nobody touches. The results of the last rows are compared
-with those of the reference on these rows alone. An offset that overflows is out of bounds, or gives wrong numbers.
+Memory is sparse: files without content, and allocations that nobody touches. The results of the last tokens are
+compared with those of the reference on these tokens alone. An offset that overflows is out of bounds, or gives wrong
+numbers.
 """
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -13,133 +15,102 @@ from torch import Tensor
 
 from .cases import normal
 
-ROWS, BF16 = 40, torch.bfloat16
+TOKENS, BF16 = 40, torch.bfloat16
+Outputs = list[tuple[Tensor, int]]
 
 
-def sparse(shape: tuple[int, ...], dim: int, seed: int, factor: float = 1.0) -> Tensor:
-    """Return zeros in bf16, but for random numbers in the last ROWS of a dimension."""
-    size = int(np.prod(shape)) * 2
+def sparse(shape: tuple[int, ...], dim: int, seed: int) -> Tensor:
+    """Return zeros in bf16, but for random numbers of the last TOKENS, along a dimension."""
     with tempfile.TemporaryFile() as file:
-        x = torch.from_numpy(np.memmap(file, np.uint8, "w+", shape=size)).view(BF16).view(shape)
-    part = x.narrow(dim, shape[dim] - ROWS, ROWS)
-    part.copy_(factor * normal(*part.shape, seed=seed))
+        bits = np.memmap(file, np.uint8, "w+", shape=2 * math.prod(shape))
+    x = torch.from_numpy(bits).view(BF16).view(shape)
+    last = x.narrow(dim, shape[dim] - TOKENS, TOKENS)
+    last.copy_(normal(*last.shape, seed=seed))
     return x
 
 
-def end(x: Tensor, dim: int, rows: int = ROWS) -> Tensor:
-    return x.narrow(dim, x.shape[dim] - rows, rows)
+def compare(
+    call: Callable[..., Outputs], shapes: list[tuple[tuple[int, ...], int]], *parameters: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what Triton computes for the last three tokens, and the same in float64.
+
+    call: returns outputs, each with its dimension of tokens. shapes: of its first arguments, also with that dimension.
+    """
+    from depthlm.ops.backend import using
+
+    inputs = [sparse(shape, dim, seed) for seed, (shape, dim) in enumerate(shapes)]
+    parts = [x.narrow(dim, x.shape[dim] - TOKENS, TOKENS).double() for x, (_, dim) in zip(inputs, shapes, strict=True)]
+    with torch.no_grad():
+        with using("triton"):
+            found = call(*inputs, *(p.to(BF16) for p in parameters))
+        with using("torch"):
+            exact = call(*parts, *(p.to(BF16).double() for p in parameters))
+    return tuple([x.narrow(dim, x.shape[dim] - 3, 3) for x, dim in outputs] for outputs in (found, exact))
 
 
 def all_huge() -> Iterator[tuple[str, Callable[[], tuple[list[Tensor], list[Tensor]]]]]:
-    """Yield names, and functions that return what Triton found in the last rows, and the same in float64."""
-    for function in (cross_entropy, depth_attention, moda):
-        yield function.__name__, function
-    for kind in ("hyper", "mhc"):
-        yield f"streams {kind}", lambda kind=kind: streams(kind)
-    for kind in ("attend", "one", "weighted", "gated"):
-        yield f"reads {kind}", lambda kind=kind: reads(kind)
-
-
-def cross_entropy():
-    from depthlm.ops.cross_entropy import triton as operators
-
-    v, kept = 50305, 2
-    r = 2**31 // v + 60
-    logits, targets = sparse((r, v), 0, 1), torch.arange(r) * 7 % v
-    nll, lse, ones = torch.empty(r), torch.empty(r), torch.ones(r)
-    exact = end(logits, 0, kept).double().requires_grad_()
-    operators.losses(logits, targets, nll, lse)
-    operators.differentiate(logits, [targets, lse, ones, ones], logits)
-    of_lse = exact.logsumexp(1)
-    of_nll = of_lse - exact.gather(1, targets[-kept:, None])[:, 0]
-    (grad,) = torch.autograd.grad(of_lse.sum() + of_nll.sum(), exact)
-    return [end(x, 0, kept) for x in (nll, lse, logits)], [of_nll.detach(), of_lse.detach(), grad]
-
-
-def depth_attention():
-    from depthlm.ops.backend import using
+    """Yield names of operators, and functions that return the results of `compare`."""
+    from depthlm.ops.attention_residuals.naive import depth_attend
+    from depthlm.ops.cross_entropy import chunked
+    from depthlm.ops.dca.naive import gated_reads
+    from depthlm.ops.denseformer.naive import weighted_reads
     from depthlm.ops.depth_attention.naive import depth_value_mix
-    from depthlm.ops.depth_attention.triton import forward
-
-    t, heads, e, kept = 2**31 // (8 * 64) + 61, 8, 64, 4
-    q, *entries = (sparse((1, t, heads, e), 1, seed).transpose(1, 2) for seed in range(5))
-    found = end(forward(q, entries[:2], entries[2:])[0], 2, kept)
-    with using("torch"):
-        parts = [end(x, 2, kept).double() for x in (q, *entries)]
-        return [found], [depth_value_mix(parts[0], parts[1:3], parts[3:])]
-
-
-def moda():
-    from depthlm.ops.moda import triton as operators
-    from depthlm.ops.moda.merge import moda_depth, moda_depth_backward
-
-    t, kv_heads, groups, e, n, kept = 2**31 // (8 * 6 * 64) + 61, 8, 6, 64, 4, 1
-    q, out, grad, grad_q = (sparse((1, t, kv_heads * groups, e), 1, seed).transpose(1, 2) for seed in range(4))
-    entries, sums = (sparse((n, 2, 1, t, kv_heads, e), 3, seed) for seed in (4, 5))
-    lse = torch.zeros(1, kv_heads * groups, t)
-    before = end(sums, 3, kept).double()
-    context, merged = operators.forward(q, out, lse, entries)
-    total = operators.backward(grad, q, context, merged, grad_q, entries, sums, 1)
-    parts = [end(x, 2, kept).double() for x in (q, out, grad, grad_q, lse)]
-    of_entries = end(entries, 3, kept).double().contiguous()
-    exact = moda_depth(parts[0], parts[1], parts[4], of_entries)
-    of_q = moda_depth_backward(parts[2], parts[0], *exact, parts[3], of_entries, before, 1)
-    found = [*(end(x, 2, kept) for x in (context, merged, total)), end(sums, 3, kept)]
-    return found, [*exact, of_q, before]
-
-
-def streams(kind: str):
-    from depthlm.ops.backend import using
-    from depthlm.ops.hyper_connections import triton as hyper
     from depthlm.ops.hyper_connections.naive import hyper_post_pre
-    from depthlm.ops.mhc import triton as mhc
     from depthlm.ops.mhc.cpu import PAPER, Parameters, Pending
     from depthlm.ops.mhc.naive import mhc_post_pre
+    from depthlm.ops.moda.merge import moda_depth, moda_depth_backward
 
-    n, d, kept = 4, 64, 17
-    t, m = 2**31 // (n * d) + 61, n * (n + 2)
-    sources = [sparse(s, 1, k) for k, s in enumerate(((1, t, n, d), (1, t, d), (1, t, n), (1, t, n, n)))]
-    x, *written = (end(y, 1, kept).double() for y in sources)
-    shapes = ((n + 2, d), (2,), (n,), (n,), (n, n)) if kind == "hyper" else ((m, n * d), (n * d,), (3,), (m,))
-    first, second, *others = parameters = [normal(*s, seed=9).to(BF16) for s in shapes]
-    if kind == "hyper":
-        found = hyper.forward(sources, [first, *others, second], 1e-5, BF16)
-    else:
-        first *= 0.1
-        found = mhc.forward(sources, [first, second, *reversed(others)], 1e-5, 3, [*PAPER], BF16)
-    first, second, *others = (p.double() for p in parameters)
-    with using("torch"):
-        if kind == "hyper":
-            exact = hyper_post_pre(x, Pending(*written), tuple(others), (first, second), 1e-5)
-        else:
-            exact = mhc_post_pre(x, Pending(*written), Parameters(first, second, *others), 1e-5, 3)
-    return [end(y, 1, kept) for y in found[:4]], list(exact)
+    def losses(logits):
+        targets = torch.arange(len(logits)).flip(0) * 7 % logits.shape[1]
+        with torch.enable_grad():
+            nll, lse = chunked.cross_entropy(logits.requires_grad_(), targets, logits.dtype == BF16)
+            (grad,) = torch.autograd.grad(nll.sum() + lse.sum(), logits)
+        return [(x.detach(), 0) for x in (nll, lse, grad)]
 
+    yield "cross_entropy", lambda: compare(losses, [((2**31 // 50305 + 60, 50305), 0)])
 
-def reads(kind: str):
-    from depthlm.ops.attention_residuals.naive import depth_attend
-    from depthlm.ops.attention_residuals.triton import depth_attend as depth_attend_triton
-    from depthlm.ops.backend import using
-    from depthlm.ops.dca.naive import gated_reads
-    from depthlm.ops.dca.triton import gated
-    from depthlm.ops.denseformer.naive import weighted_reads
-    from depthlm.ops.denseformer.triton import weighted
+    def mix(*tensors):
+        q, *entries = (x.transpose(1, 2) for x in tensors)
+        return [(depth_value_mix(q, entries[:2], entries[2:]), 2)]
 
-    d, n, kept, count = 128, 2, 17, 1 if kind == "one" else 2
-    p = 2**31 // d + 61
-    xs = [sparse((p, d), 0, seed) for seed in range(n)]
-    parts = [end(x, 0, kept).double() for x in xs]
-    shapes = (count, d), (count, n), (count, n, d), (count, n, d)
-    query, weights, bias, gate = (normal(*s, seed=5).to(BF16) for s in shapes)
-    gate /= d**0.5
-    with using("torch"):
-        if kind in ("attend", "one"):
-            found = depth_attend_triton(query, xs, 1e-5)
-            exact = depth_attend(query.double(), parts, 1e-5)
-        elif kind == "weighted":
-            found = [weighted(weights, xs)]
-            exact = [weighted_reads(weights.double(), parts)]
-        else:
-            found = [gated(bias, gate, xs)]
-            exact = [gated_reads(bias.double(), gate.double(), parts)]
-    return [end(y, 1, kept) for y in found], list(exact)
+    yield "depth_attention", lambda: compare(mix, [((1, 2**31 // 512 + 61, 8, 64), 1)] * 5)
+
+    def depth(q, out, grad, grad_q, entries, sums, lse):
+        q, out, grad, grad_q = (x.transpose(1, 2) for x in (q, out, grad, grad_q))
+        context, merged = moda_depth(q, out, lse, entries)
+        total = moda_depth_backward(grad, q, context, merged, grad_q, entries, sums, 1)
+        return [(context, 2), (merged, 2), (total, 2), (sums, 3)]
+
+    t = 2**31 // (8 * 6 * 64) + 61
+    shapes = [((1, t, 48, 64), 1)] * 4 + [((4, 2, 1, t, 8, 64), 3)] * 2 + [((1, 48, t), 2)]
+    yield "moda", lambda: compare(depth, shapes)
+
+    n, d = 4, 64
+    t = 2**31 // (n * d) + 61
+    streams = [((1, t, n, d), 1), ((1, t, d), 1), ((1, t, n), 1), ((1, t, n, n), 1)]
+
+    def hyper(x, output, post, res, *given):
+        found = hyper_post_pre(x, Pending(output, post, res), given[:3], given[3:], 1e-5)
+        return [(y, 1) for y in found]
+
+    of_hyper = [normal(*s, seed=9) for s in ((n,), (n,), (n, n), (n + 2, d), (2,))]
+    yield "streams hyper", lambda: compare(hyper, streams, *of_hyper)
+
+    def mhc(x, output, post, res, *given):
+        found = mhc_post_pre(x, Pending(output, post, res), Parameters(*given), 1e-5, 3, form=PAPER)
+        return [(y, 1) for y in found]
+
+    m = n * (n + 2)
+    of_mhc = [normal(m, n * d) / 10, *(normal(*s, seed=9) for s in ((n * d,), (3,), (m,)))]
+    yield "streams mhc", lambda: compare(mhc, streams, *of_mhc)
+
+    sources = [((2**31 // 128 + 61, 128), 0)] * 2
+    for reads in (1, 2):
+        query = normal(reads, 128, seed=5)
+        attend = lambda x, y, query: [(out, 1) for out in depth_attend(query, [x, y], 1e-5)]  # noqa: E731
+        yield f"reads attend {reads}", lambda attend=attend, query=query: compare(attend, sources, query)
+    weights, bias, gate = normal(2, 2), normal(2, 2, 128), normal(2, 2, 128, seed=6) / 12
+    weighted = lambda x, y, weights: [(weighted_reads(weights, [x, y]), 1)]  # noqa: E731
+    yield "reads weighted", lambda: compare(weighted, sources, weights)
+    gated = lambda x, y, bias, gate: [(gated_reads(bias, gate, [x, y]), 1)]  # noqa: E731
+    yield "reads gated", lambda: compare(gated, sources, bias, gate)

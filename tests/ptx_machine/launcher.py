@@ -9,14 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-FORMATS = {"i1": "<i", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q", "u1": "<I", "u8": "<B", "u16": "<H"}
-FORMATS |= {"u32": "<I", "u64": "<Q", "fp16": "<e", "fp32": "<f", "fp64": "<d", "f32": "<f", "f64": "<d"}
+# of the numbers that a kernel takes; `None` and the like are constants in its code
+FORMATS = {"i1": "<i", "i32": "<i", "i64": "<q", "u32": "<I", "u64": "<Q", "fp32": "<f"}
 
 
 class Launcher:
     """Takes the place of Triton's launches. order and seed: how warps take turns. edges: as in `grid.programs`."""
 
-    def __init__(self, target: int):
+    def __init__(self) -> None:
         os.environ.pop("TRITON_INTERPRET", None)
         os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"ptx_machine-{os.getuid()}"))
         import torch
@@ -30,7 +30,7 @@ class Launcher:
         # machine code is not needed, and a cache with empty code must not be used for anything else
         CUDABackend.make_cubin = lambda *_: b""
         device = {
-            "get_current_target": lambda: GPUTarget("cuda", target, 32),
+            "get_current_target": lambda: GPUTarget("cuda", 80, 32),
             "get_current_device": lambda: 0,
             "get_current_stream": lambda *_: 0,
             "get_active_torch_device": lambda: torch.device("cpu"),

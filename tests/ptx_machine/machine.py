@@ -4,7 +4,7 @@ import numpy as np
 
 from . import translate, values
 from .ptx import Kernel, Unknown
-from .values import U32, U64
+from .values import U32
 
 END = 1 << 30
 STEPS = 2_000_000
@@ -16,14 +16,10 @@ class Program:
     def __init__(self, kernel: Kernel):
         self.kernel, self.functions = kernel, {}
         self.translator = translate.Translator(kernel)
-        accesses = [
-            i
-            for b in kernel.blocks
-            for i in b.instructions
-            if i.name in ("ld", "st", "atom", "red") and "param" not in i.marks
-        ]
-        bits = [np.dtype(values.TYPES[i.type]).itemsize for i in accesses]
-        self.granule = min([4, *bits, *(2 for b in kernel.blocks for i in b.instructions if "matrix" in i.name)])
+        marks = ((i.name, i.marks) for b in kernel.blocks for i in b.instructions)
+        accesses = [values.TYPES[of[-1]] for name, of in marks if name in ("ld", "st") and "param" not in of]
+        sizes = [np.dtype(x).itemsize for x in accesses]
+        self.granule = min([4, *sizes, *(2 for b in kernel.blocks for i in b.instructions if i.name == "ldmatrix")])
 
     def block(self, index: int):
         if index not in self.functions:
@@ -45,9 +41,7 @@ class Group:
         self.keys = (turn * warps * 32 + self.warps * 32 + values.LANES) << 40
         x, y = grid[0], grid[1]
         special = {"%ctaid.x": self.blocks % x, "%ctaid.y": self.blocks // x % y, "%ctaid.z": self.blocks // (x * y)}
-        special |= {f"%nctaid.{axis}": self.blocks * 0 + n for axis, n in zip("xyz", grid, strict=True)}
-        special |= {"%tid.x": self.warps * 32 + values.LANES, "%laneid": self.warps * 0 + values.LANES}
-        special["%ntid.x"] = self.blocks * 0 + warps * 32
+        special |= {"%nctaid.x": self.blocks * 0 + x, "%tid.x": self.warps * 32 + values.LANES}
         shape = (self.count, 32)
         self.all_special = {name: np.broadcast_to(x, shape).astype(U32) for name, x in special.items()}
         self.together: int | None = 0  # the place of all lanes, if it is the same, and none waits or has ended
@@ -104,21 +98,11 @@ class Group:
             got = self.memories[space].load(address, slots, width, count, keys, place)
         return self.spread(got, active, width)
 
-    def numbers(self, given, active):
-        return [self.own(np.broadcast_to(x, self.special["%tid.x"].shape), active) for x in given]
-
     def store(self, space, base, offset, guard, width, given, place):
         active, address, slots, keys = self.access(base, offset, guard)
         if address.size:
-            self.memories[space].store(address, slots, width, self.numbers(given, active), keys, place)
-
-    def atomic(self, base, offset, guard, operation, given, place):
-        active, address, _, keys = self.access(base, offset, guard)
-        numbers = self.numbers([given], active)[0]
-        got = self.memory.atomic(address, operation, numbers, keys, place) if address.size else numbers
-        result = np.zeros(self.special["%tid.x"].shape, given.dtype)
-        result[... if active is None else active] = got.reshape(result.shape) if active is None else got
-        return result
+            numbers = [self.own(np.broadcast_to(x, self.special["%tid.x"].shape), active) for x in given]
+            self.memories[space].store(address, slots, width, numbers, keys, place)
 
     def copy_async(self, to, to_offset, origin, offset, guard, size, used, place):
         """The copy arrives as late as the hardware may let it: when a thread waits. Until then nobody may read it."""
@@ -176,17 +160,13 @@ class Group:
         self.shared.views[1][at[:, None] + np.arange(size)] = data
         self.shared.mark(at, size, keys, place)
 
-    def row_addresses(self, base, offset, count):
-        shape = self.special["%tid.x"].shape
-        address = np.broadcast_to(base, shape).astype(np.int64) + offset
-        slots = np.broadcast_to(self.slots if self.rows is None else self.slots[self.rows], shape)
-        keys = self.keys if self.rows is None else self.keys[self.rows]
-        lanes = values.LANES[: 8 * count]
-        return address[:, lanes].ravel(), slots[:, lanes].ravel(), keys[:, lanes].ravel()
-
     def load_matrices(self, base, offset, count, transposed, place):
         self.whole_warps(place)
-        address, slots, keys = self.row_addresses(base, offset, count)
+        shape = self.special["%tid.x"].shape
+        address = np.broadcast_to(base, shape).astype(np.int64) + offset
+        rows = slice(None) if self.rows is None else self.rows
+        slots, lanes = np.broadcast_to(self.slots[rows], shape), values.LANES[: 8 * count]
+        address, slots, keys = (x[:, lanes].ravel() for x in (address, slots, self.keys[rows]))
         at, _ = self.shared.index(address, slots, 16, place)
         self.shared.on_read(at, 16, keys, place)
         halves = self.shared.views[2][(at // 2)[:, None] + np.arange(8)].reshape(-1, count, 8, 8)
@@ -194,37 +174,6 @@ class Group:
         low, high = halves[:, :, values.G, 2 * values.T], halves[:, :, values.G, 2 * values.T + 1]
         packed = values.pack(low, high)
         return [packed[:, k] for k in range(count)]
-
-    def store_matrices(self, base, offset, given, transposed, place):
-        self.whole_warps(place)
-        address, slots, keys = self.row_addresses(base, offset, len(given))
-        halves = np.zeros((len(given[0]), len(given), 8, 8), np.uint16)
-        for k, register in enumerate(given):
-            halves[:, k, values.G, 2 * values.T] = register.astype(np.uint16)
-            halves[:, k, values.G, 2 * values.T + 1] = (register >> U32(16)).astype(np.uint16)
-        halves = (halves.swapaxes(2, 3) if transposed else halves).reshape(-1, 8)
-        self.shared.store(address, slots, 2, list(halves.T), keys, place)
-
-    def described(self, descriptor, n, place, by_warp=False):
-        """Return the tf32 factor [warps, n, 8] of `wgmma` for which a descriptor of shared memory stands.
-
-        by_warp: each of 4 warps takes its own n rows.
-        """
-        self.whole_warps(place)
-        shape = self.special["%tid.x"].shape
-        d = np.broadcast_to(descriptor, shape)[:, :1, None].astype(np.uint64)
-        start, leading, stride = ((d >> U64(shift) & U64(0x3FFF)).astype(np.int64) << 4 for shift in (0, 16, 32))
-        mode = (d >> U64(62)).astype(np.int64)
-        warps = self.warps if self.rows is None else self.warps[self.rows]
-        row, byte = np.arange(n)[None, :, None] + warps[:, :, None] % 4 * (n * by_warp), 4 * np.arange(8)[None, None, :]
-        plain = start + row // 8 * stride + row % 8 * 16 + byte // 16 * leading + byte % 16
-        wide = start + row // 8 * stride + row % 8 * np.array([16, 128, 64, 32])[mode] + byte
-        wide ^= (wide >> 7 & np.array([0, 7, 3, 1])[mode]) << 4
-        address = np.where(mode == 0, plain, wide)
-        slots, keys = (x if self.rows is None else x[self.rows] for x in (self.slots, self.keys))
-        slots, keys = (np.broadcast_to(x[:, :1, None], address.shape).ravel() for x in (slots, keys))
-        bits = self.shared.load(address.ravel(), slots, 4, 1, keys, place)[0].reshape(address.shape)
-        return (bits & U32(0xFFFFE000)).view(np.float32).astype(np.float64)
 
     def shuffled(self, lane, guard, place):
         active = self.active(guard)
@@ -300,7 +249,7 @@ class Group:
             if taken is None or taken.all() or not taken.any():
                 self.together = self.target(last) if taken is None or taken.all() else index + 1
                 return False
-        elif last.name in ("bar", "barrier") and last.guard is None and self.whole:
+        elif last.name == "bar" and last.guard is None and self.whole:
             self.keys += (1 << 20) + 1
             self.together = index + 1
             return False
@@ -317,9 +266,9 @@ class Group:
             taken = lanes if last.guard is None else lanes & (self.value(last.guard[0]) == last.guard[1])
             self.at[lanes] = index + 1
             self.at[taken] = self.target(last)
-        elif last.guard is None and last.name in ("ret", "exit"):
+        elif last.guard is None and last.name == "ret":
             self.at[lanes] = END
-        elif last.guard is None and last.name in ("bar", "barrier"):
+        elif last.guard is None and last.name == "bar":
             self.at[lanes], self.waiting[lanes] = index + 1, True
         else:
             raise Unknown(f"line {last.line}: {last.text}")

@@ -5,7 +5,7 @@ Every granule (the smallest access of a kernel) remembers its last writer and it
     thread of the grid << 40 | barriers its block has passed << 20 | barriers its warp has passed
 
 Two accesses of different threads, one of them a write, are in order only if a barrier of their block, or of their warp,
-lies between them. Programs of a grid are never in order. Atomic operations do not race with each other.
+lies between them. Programs of a grid are never in order.
 """
 
 import ctypes
@@ -19,7 +19,6 @@ from .values import UNSIGNED
 # granules of a page of shadow memory, and above how many granules there are pages, made when they are first touched
 PAGE, SMALL = 12, 1 << 22
 THREAD, BARRIER, EPOCH = 40, 20, (1 << 20) - 1
-ATOMIC = 1 << 62
 # instead of a key: nobody wrote there; a copy is under way
 NEVER, COPYING = -1, -2
 
@@ -52,8 +51,8 @@ class Shadow:
 
     def unordered(self, old: np.ndarray, new: np.ndarray) -> np.ndarray:
         """Return where an earlier access, by its key, is not in order with a new one of another thread."""
-        thread, now = (old & ~ATOMIC) >> THREAD, (new & ~ATOMIC) >> THREAD
-        found = (old >= 0) & (thread != now) & ~((old & ATOMIC != 0) & (new & ATOMIC != 0))
+        thread, now = old >> THREAD, new >> THREAD
+        found = (old >= 0) & (thread != now)
         if not found.any():
             return found
         same_warp, same_block = thread >> 5 == now >> 5, thread // self.threads == now // self.threads
@@ -65,7 +64,7 @@ class Shadow:
 
     def report(self, kind, index, old, new, mask, place, lines, benign=False) -> None:
         k = int(np.flatnonzero(mask)[0])
-        first, second = (int((x[k] & ~ATOMIC) >> THREAD) for x in (old, new))
+        first, second = (int(x[k] >> THREAD) for x in (old, new))
         blocks = [x // self.threads for x in (first, second)]
         where = "between warps" if first >> 5 != second >> 5 else "in a warp"
         where = "between programs" if blocks[0] != blocks[1] else where
@@ -75,9 +74,9 @@ class Shadow:
         if self.name == "global" and blocks[0] == blocks[1] and "read" in kind:
             for i in np.flatnonzero(mask):
                 reader, writer, line = (old, new, lines[index[i]]) if kind.endswith("read") else (new, old, place.line)
-                key = int(reader[i] & ~ATOMIC)
+                key = int(reader[i])
                 spot = int(line), int(index[i]), (key >> THREAD) // self.threads, key >> BARRIER & EPOCH
-                self.raced[spot] = int((writer[i] & ~ATOMIC) >> THREAD)
+                self.raced[spot] = int(writer[i] >> THREAD)
             return self.reports.doubt(f"race {where}, {kind} of global memory", place, detail, int(mask.sum()))
         text = f"race {where}, {kind} of {self.name} memory" + (", of the same value" if benign else "")
         (self.reports.note if benign else self.reports.fault)(text, place, detail, int(mask.sum()))
@@ -266,25 +265,6 @@ class GlobalMemory:
         before, same = write(self.views[width], at, numbers, index.shape[1])
         self.log += [(width, at + k, old) for k, old in enumerate(before)]
         self.shadow.on_write(index.ravel(), np.repeat(keys, index.shape[1]), place, same)
-
-    def atomic(self, address, operation, numbers, keys, place):
-        """Return what was there before each operation; threads take turns in the order of their number."""
-        width = numbers.dtype.itemsize
-        allowed, offset = self.locate(address, width, place, keys)
-        result = np.zeros_like(numbers)
-        chosen = np.arange(len(address)) if allowed is None else np.flatnonzero(allowed)
-        view, at = self.views[width].view(numbers.dtype), (address - self.base) // width
-        for k in chosen:
-            result[k] = old = view[at[k]]
-            self.log.append((width, at[k : k + 1], self.views[width][at[k : k + 1]]))
-            view[at[k]] = {"add": old + numbers[k], "max": max(old, numbers[k]), "min": min(old, numbers[k])}.get(
-                operation, numbers[k]
-            )
-        offset = offset if allowed is None else offset[allowed]
-        index = self.granules(address[chosen], width, offset)
-        keys = np.repeat(keys[chosen] | ATOMIC, index.shape[1])
-        self.shadow.on_write(index.ravel(), keys, place, lambda after=False: np.zeros(index.size, bool))
-        return result
 
 
 class SharedMemory:

@@ -3,10 +3,9 @@
 import re
 from dataclasses import dataclass, field
 
-WIDTHS = {"pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32}
-WIDTHS |= {"u32": 32, "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "tf32": 32, "b64": 64, "u64": 64, "s64": 64}
-WIDTHS |= {"f64": 64, "b128": 128}
-ENDS = ("bra", "ret", "exit", "bar", "barrier", "trap")
+# of what kernels declare
+WIDTHS = {"pred": 1, "b16": 16, "b32": 32, "b64": 64}
+ENDS = ("bra", "ret", "bar")
 REGISTER = re.compile(r"%[a-zA-Z_]+\d+\b")
 
 
@@ -52,8 +51,6 @@ class Kernel:
     widths: dict[str, int]
     blocks: list[Block]
     labels: dict[str, int]
-    shared: dict[str, int]
-    static_shared: int
 
 
 def parse(text: str) -> Kernel:
@@ -62,11 +59,7 @@ def parse(text: str) -> Kernel:
     header, body = re.search(r"\.entry\s+\w+\s*(.*?)^\{(.*?)^\}", text, re.S | re.M).groups()
     first_line = text[: text.index(body)].count("\n") + 1
     parameters = [(m[2], m[1]) for m in re.finditer(r"\.param\s+\.(\w+)[^,()]*?\b(\w+)\s*(?:,|\n|\))", header)]
-    kernel = Kernel(name, parameters, {}, [Block(0)], {}, {}, 0)
-    for found in re.finditer(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+(\w+)\[(\d*)\]", text):
-        kernel.static_shared = -(-kernel.static_shared // int(found[1])) * int(found[1])
-        kernel.shared[found[2]] = kernel.static_shared
-        kernel.static_shared += int(found[3] or 0)
+    kernel = Kernel(name, parameters, {}, [Block(0)], {})
     source, pending = "?", ""
     for number, line in enumerate(body.split("\n"), first_line):
         code, _, comment = line.partition("//")
@@ -109,7 +102,7 @@ def declare(kernel: Kernel, statement: str) -> None:
 
 def add(kernel: Kernel, made: Instruction) -> None:
     block = kernel.blocks[-1]
-    if made.name in ENDS and not (made.name in ("bar", "barrier") and "warp" in made.marks):
+    if made.name in ENDS and "warp" not in made.marks:
         block.last = made
         kernel.blocks.append(Block(block.index + 1))
     else:

@@ -23,6 +23,9 @@ class Reports:
         for counter in (self.faults, self.all_faults):
             counter[fault] += count
 
+    def described(self) -> list[str]:
+        return [f"{fault} ({count} times): {self.examples[fault]}" for fault, count in self.faults.items()]
+
     def doubt(self, kind: str, place, detail: str, count: int) -> None:
         """A race that is no fault if nothing depends on what was read; `settle` decides."""
         fault = f"{kind} in {self.kernel} at {place_text(place)}"

@@ -23,10 +23,8 @@ def run(module: str, *arguments: str) -> str:
 @pytest.mark.parametrize(
     "options", [pytest.param(["--quick"], marks=pytest.mark.slow), pytest.param([], marks=pytest.mark.release)]
 )
-def test_the_machine_finds_known_faults_and_computes_what_instructions_mean(options: list[str]) -> None:
-    printed = run("tests.ptx_machine.prove", *options)
-    assert printed.splitlines()[-1] == "all proved"
-    assert "a missing barrier around shared memory is found" in printed
+def test_the_machine_finds_known_faults_and_none_without_them(options: list[str]) -> None:
+    assert run("tests.ptx_machine.prove", *options).splitlines()[-1] == "all proved"
 
 
 @pytest.mark.slow
