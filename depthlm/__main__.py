@@ -4,13 +4,8 @@ Each command imports its code only when it runs, so that `--help` and `--version
 """
 
 import argparse
-import io
-import os
-import re
 import sys
-from contextlib import redirect_stdout, suppress
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import depthlm
@@ -23,8 +18,6 @@ NOTES = {
     "prepare": "the same command resumes from the last complete file",
     "submit": "--status shows what has been submitted",
 }
-# commands whose arguments are the overrides of a run
-WITH_OVERRIDES = ("train", "prepare", "submit", "summary", "report", "doctor")
 
 
 def train(arguments: list[str], program: str) -> None:
@@ -201,11 +194,7 @@ def main(command: str | None = None, arguments: list[str] | None = None, program
     prepare_streams()
     named = command or " ".join(sys.argv[1:2])
     quiet_interrupts(program or f"depthlm {named}".rstrip(), NOTES.get(named, ""))
-    if sys.argv[1:2] in (["-sc"], ["--shell-completion"]):
-        if not _complete(command):
-            return
-        command, arguments = "train", sys.argv[1:]
-    elif command is None:
+    if command is None:
         command, arguments = sys.argv[1] if sys.argv[1:] else "--help", sys.argv[2:]
         if command.startswith("-"):
             _parser().parse_args([command])
@@ -224,40 +213,6 @@ def _refuse(command: str) -> None:
     from depthlm.errors import UserError
 
     raise UserError(f"{command}: no such command; allowed: {join_names(COMMANDS)}{nearest(command, COMMANDS)}")
-
-
-def _complete(command: str | None) -> bool:
-    """Complete the name of a command, a flag, a key of a command or a run directory.
-
-    Returns True if Hydra completes: the overrides of a run, which follow the first word of COMP_LINE then.
-    """
-    line = os.environ.get("COMP_LINE")
-    if line is None:
-        return True
-    word = line.rpartition(" ")[2]
-    if command is None:
-        program, *words = line.split(" ")
-        if len(words) < 2:
-            print(" ".join(COMMANDS))
-            return False
-        command = words[0]
-        os.environ["COMP_LINE"] = " ".join([program, *words[1:]])
-    if word.startswith("run="):
-        files = [*Path("outputs").glob("*/*/config.yaml"), *Path("outputs").glob("*/*/*/config.yaml")]
-        print(" ".join(f"run={file.parent}" for file in sorted(files)))
-    elif command in WITH_OVERRIDES and not word.startswith("-"):
-        return True
-    elif command in COMMANDS:
-        print(" ".join(_flags_and_keys(command)))
-    return False
-
-
-def _flags_and_keys(command: str) -> list[str]:
-    """Return the flags and keys in the help of a command."""
-    output = io.StringIO()
-    with redirect_stdout(output), suppress(SystemExit):
-        COMMANDS[command](["--help"], f"depthlm {command}")
-    return sorted(set(re.findall(r"(?<![\w-])--[\w-]+|^  \w+=", output.getvalue(), re.MULTILINE)))
 
 
 def _parser() -> argparse.ArgumentParser:

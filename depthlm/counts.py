@@ -68,11 +68,3 @@ def duration_text(seconds: float) -> str:
 def gib_text(count: float, digits: int = 2) -> str:
     """Format a number of bytes: 13.4e9 as `12.48 GiB`."""
     return f"{count / 2**30:.{digits}f} GiB"
-
-
-def bytes_text(count: float) -> str:
-    """Format a number of bytes in the unit that fits it: 13.4e9 as `12.5 GiB`, 900 as `900 B`."""
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count:.0f} B"

@@ -1,7 +1,6 @@
 """The paths of a run directory. No other module spells them."""
 
 import re
-import secrets
 from pathlib import Path
 
 MANIFEST = "manifest.json"
@@ -14,11 +13,6 @@ NO_RUNS = {".slurm", "wandb"}
 def is_checkpoint(folder: Path) -> bool:
     """Return whether this is the folder of a complete checkpoint: its manifest is written last."""
     return (folder / MANIFEST).exists()
-
-
-def hidden_path(folder: Path) -> Path:
-    """Return the path to which a folder is moved before its content is deleted; another one at each call."""
-    return folder.with_name(f"{REMOVING}{folder.name}-{secrets.token_hex(8)}")
 
 
 def step_of(checkpoint: Path) -> int | None:

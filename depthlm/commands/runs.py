@@ -1,21 +1,17 @@
-"""`depthlm runs [filter ...]`: list the run directories and the progress of each run, compare runs, or remove them."""
+"""`depthlm runs [filter ...]`: list the run directories and the progress of each run, or compare runs."""
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
 from rich.markup import escape
-from rich.table import Column, Table
 
 from depthlm.console import stdout_console
-from depthlm.counts import bytes_text, count_text, duration_text
+from depthlm.counts import count_text, duration_text
 from depthlm.errors import UserError
 from depthlm.runs.listing import RunListing, list_runs, read_filters, value_text
 from depthlm.runs.progress import RunProgress, failure_text, progress_table
-from depthlm.runs.removal import Removal, plan_removal, remove
 from depthlm.streams import printable
 from depthlm.sweeps.table import STYLES
 
@@ -38,7 +34,7 @@ Quote < and > from the shell. A run without a value does not match a comparison 
 
 
 def main(arguments: list[str], program: str) -> None:
-    """List the runs that match every filter, compare runs, or remove runs."""
+    """List the runs that match every filter, or compare runs."""
     parsed = _parser(program).parse_intermixed_args(arguments)
     _check_options(parsed)
     if parsed.compare:
@@ -55,9 +51,7 @@ def main(arguments: list[str], program: str) -> None:
     if not root.is_dir():
         raise UserError(f"--root {root}: no such folder; give the folder that contains the runs")
     listings = list_runs(root, parsed.filter, parsed.sort)
-    if parsed.prune:
-        remove_runs(root, listings, only_checkpoints=parsed.only_checkpoints, yes=parsed.yes, as_json=parsed.json)
-    elif parsed.json:
+    if parsed.json:
         print(json.dumps([run.fields() for run in listings], indent=1))
     elif parsed.filter and not listings:
         filters = " and ".join(f"`{text}`" for text in parsed.filter)
@@ -94,29 +88,6 @@ def show_runs(runs: Sequence[RunListing], root: Path, keys: Sequence[str] = ()) 
     console.print(f"{len(runs)} run{'' if len(runs) == 1 else 's'} below {escape(str(root))}")
 
 
-def remove_runs(root: Path, runs: Sequence[RunListing], *, only_checkpoints: bool, yes: bool, as_json: bool) -> None:
-    """List what removing these runs removes, and remove it if `yes` is given or the user confirms it.
-
-    Raises UserError if a folder cannot be removed, after the others have been removed.
-    """
-    planned = plan_removal(root, runs, only_checkpoints)
-    removable = [removal for removal in planned if removal.kept is None]
-    if not as_json:
-        _show_removals(planned)
-        if removable and not yes and not _ask_to_confirm(len(removable)):
-            print("Nothing was removed." if sys.stdin.isatty() else "Nothing was removed; --yes removes them.")
-            return
-    errors: list[str] = []
-    outcomes = {removal.path: _remove(removal, errors, quiet=as_json) for removal in removable if yes or not as_json}
-    if as_json:
-        print(json.dumps([_removal_fields(removal, outcomes) for removal in planned], indent=1))
-    elif removable:
-        freed = [removal for removal in removable if outcomes[removal.path] is None]
-        print(f"Removed {len(freed)} of {len(removable)}: {bytes_text(sum(removal.size for removal in freed))} freed.")
-    if errors:
-        raise UserError("\n".join(errors))
-
-
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program,
@@ -136,13 +107,6 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "loss curves in one picture",
     )
     parser.add_argument("--to", metavar="FOLDER", default=None, help=f"folder of the comparison (default {REPORT})")
-    parser.add_argument(
-        "--prune", action="store_true", help="list what removing the matching runs would free; --yes removes them"
-    )
-    parser.add_argument(
-        "--only-checkpoints", action="store_true", help="with --prune: remove only checkpoints/, and keep the results"
-    )
-    parser.add_argument("--yes", action="store_true", help="with --prune: remove without asking")
     return parser
 
 
@@ -150,68 +114,12 @@ def _check_options(parsed: argparse.Namespace) -> None:
     """Set the folder of a comparison. Raises UserError for options that do not go together, naming all of them."""
     errors = []
     if parsed.compare:
-        options = {"--prune": parsed.prune, "--json": parsed.json, "--sort": parsed.sort, "a filter": parsed.filter}
+        options = {"--json": parsed.json, "--sort": parsed.sort, "a filter": parsed.filter}
         errors = [
             f"{name} does not go with --compare, which names its runs" for name, value in options.items() if value
         ]
     elif parsed.to is not None:
         errors.append("--to is the folder of a comparison; add --compare A B")
-    if not parsed.prune:
-        options = {"--yes": parsed.yes, "--only-checkpoints": parsed.only_checkpoints}
-        errors += [f"{name} only goes with --prune" for name, value in options.items() if value]
-    elif not parsed.filter and not parsed.compare:
-        errors.append("--prune needs a filter, so that no run is removed by mistake; `'directory=*'` matches every run")
-    elif words := read_filters(parsed.filter)[1]:
-        errors.append(
-            f"--prune takes comparisons only, since a word such as `{words[0]}` also matches parts of directories; "
-            "write `state=failed`, `model=mhc` or `'directory=*/sweep/*'`"
-        )
     if errors:
         raise UserError("\n".join(errors))
     parsed.to = parsed.to or REPORT
-
-
-def _remove(removal: Removal, errors: list[str], quiet: bool) -> str | None:
-    """Remove a folder; return why it was kept, or None. A failure is appended to `errors`."""
-    try:
-        reason = remove(removal)
-    except OSError as error:
-        errors.append(f"{removal.path} cannot be removed ({error}); the next --prune removes what is left of it")
-        return str(error)
-    if not quiet:
-        print(printable(f"kept {removal.path}: {reason}" if reason else f"removed {removal.path}"), flush=True)
-    return reason
-
-
-def _removal_fields(removal: Removal, outcomes: dict[Path, str | None]) -> dict[str, object]:
-    removed = removal.path in outcomes and outcomes[removal.path] is None
-    return {
-        "directory": str(removal.run),
-        "state": removal.state,
-        "path": str(removal.path),
-        "bytes": removal.size,
-        "kept": outcomes.get(removal.path, removal.kept),
-        "removed": removed,
-    }
-
-
-def _show_removals(planned: Sequence[Removal]) -> None:
-    table = Table("would be removed", "state", Column("size", justify="right"), "", box=box.SIMPLE)
-    for removal in planned:
-        note = f"kept: {removal.kept}" if removal.kept else ""
-        table.add_row(escape(str(removal.path)), removal.state, bytes_text(removal.size), escape(note))
-    console = stdout_console()
-    console.print(table)
-    removable = [removal for removal in planned if removal.kept is None]
-    total = bytes_text(sum(removal.size for removal in removable))
-    console.print(f"{len(removable)} to remove, {total} in all" if removable else "nothing to remove")
-
-
-def _ask_to_confirm(count: int) -> bool:
-    """Return whether the user, asked on a terminal, types the number of folders; false without a terminal."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return False
-    try:
-        return input(f"Type {count} to remove them, or anything else to keep them: ").strip() == str(count)
-    except EOFError:
-        return False

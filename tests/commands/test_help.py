@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from depthlm.__main__ import COMMANDS, main
+from depthlm.__main__ import main
 from depthlm.commands.help import describe_option, print_help, setting_meanings
 from depthlm.config import mechanisms
 from depthlm.config.hydra_context import available_groups
@@ -71,30 +71,6 @@ def test_the_shell_completes_groups_and_options(forks):
     environment = environment_with(COMP_LINE="python train.py model=dep")
     done = forks.run(["train.py", "-sc", "query=bash"], environment=environment)
     assert done.stdout.split() == ["model=depth_attention"], done.stderr
-
-
-def test_the_shell_completes_keys_flags_and_runs(tmp_path, capsys, monkeypatch):
-    for run in ("default/base", "moda/variants/a"):
-        (tmp_path / "outputs" / run).mkdir(parents=True)
-        (tmp_path / "outputs" / run / "config.yaml").touch()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["depthlm", "-sc", "query=bash"])
-    for line, words in (
-        *((f"depthlm {command} --h", {"--help"}) for command in COMMANDS),
-        ("depthlm train optimizer=a", {"optimizer=adamw", "optimizer=ademamix"}),
-        ("depthlm su", {"summary"}),
-        ("depthlm runs --", {"--compare", "--prune", "--json"}),
-        ("depthlm doctor --", {"--json", "--config-dir"}),
-        ("depthlm generate ", {"run=", "prompt=", "max_new_tokens="}),
-        ("depthlm export run=outputs/default/base t", {"to=", "push_to="}),
-        ("depthlm inspect run=", {"run=outputs/default/base", "run=outputs/moda/variants/a"}),
-        ("depthlm nothing ", set()),
-    ):
-        monkeypatch.setenv("COMP_LINE", line)
-        main()
-        completed = set(capsys.readouterr().out.split())
-        assert words <= completed, line
-        assert words or not completed
 
 
 def test_depthlm_alone_prints_its_help(capsys, monkeypatch):

@@ -1,32 +1,18 @@
-"""`depthlm runs`: what it prints, the options that do not go together, and how it removes runs."""
+"""`depthlm runs`: what it prints, and the options that do not go together."""
 
-import io
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
 from depthlm.commands.runs import main
 from depthlm.errors import UserError
-from depthlm.runs.listing import list_runs
 
 from ..pictures import quick_pictures
 from ..runs.made_up import ON_GPUS, root, write_run
 
 __all__ = ["quick_pictures", "root"]
-
-
-def names(root: Path) -> list[str]:
-    return [Path(run.directory).name for run in list_runs(root)]
-
-
-class Terminal(io.StringIO):
-    """A stream that is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 def test_json_output_contains_every_field(root, capsys):
@@ -83,60 +69,7 @@ def test_options_that_make_no_sense_together_are_an_error(root):
         (["--compare", "outputs/default/base", "outputs/default/bsae"], "did you mean `base`"),
         (["mhc", "--compare", "a", "b"], "a filter does not go with --compare"),
         (["--to", "here"], "add --compare"),
-        (["mhc", "--yes"], "--yes only goes with --prune"),
-        (["--prune", "--yes", "--only-checkpoints"], "--prune needs a filter"),
-        (["--prune", "--yes", ""], "an empty filter"),
-        (["state=complete", "out*", "--prune", "--yes"], "a word such as `out*`"),
     ):
         with pytest.raises(UserError) as caught:
             main(arguments, "depthlm runs")
         assert message in str(caught.value)
-    assert len(list(root.rglob("config.yaml"))) == 4
-
-
-def test_only_matching_runs_are_removed_and_only_after_yes(root, capsys):
-    for arguments, words, left in (
-        (["model=nothing", "--prune", "--yes"], ["nothing to remove"], 4),
-        (["model=mhc", "--prune"],
-         ["outputs/default/broken", "2 to remove", "Nothing was removed; --yes removes them."], 4),
-        (["model=mhc", "--prune", "--yes"],
-         ["removed outputs/default/broken", "Removed 2 of 2:", "KiB freed"], 2),
-    ):  # fmt: skip
-        main(arguments, "depthlm runs")
-        printed = capsys.readouterr().out
-        assert [text for text in words if text not in printed] == []
-        assert len(names(root)) == left
-    assert names(root) == ["base", "new"]
-
-
-def test_a_terminal_asks_for_the_number(root, monkeypatch):
-    for typed, left in (("1\n", 4), ("yes\n", 4), ("", 4), ("2\n", 2)):
-        output = Terminal()
-        monkeypatch.setattr("sys.stdin", Terminal(typed))
-        monkeypatch.setattr("sys.stdout", output)
-        main(["model=mhc", "--prune"], "depthlm runs")
-        assert "Type 2 to remove them" in output.getvalue()
-        assert ("Nothing was removed." in output.getvalue()) == (left == 4)
-        assert len(names(root)) == left
-
-
-def test_what_is_kept_is_listed_with_the_reason(root, capsys):
-    (root / "sweep/new/config.yaml").write_text("mine: 1\n")
-    main(["directory=*/sweep/*", "--prune", "--yes"], "depthlm runs")
-    assert "kept: its config.yaml is not that of a run" in capsys.readouterr().out
-    assert (root / "sweep/new/config.yaml").exists()
-    assert not (root / "sweep/begun").exists()
-
-
-def test_a_folder_that_cannot_be_removed_is_an_error_after_the_others_are_removed(root, monkeypatch):
-    rmtree = shutil.rmtree
-
-    def refuse(path: Path) -> None:
-        if "broken" in path.name:
-            raise PermissionError(13, "Permission denied")
-        rmtree(path)
-
-    monkeypatch.setattr(shutil, "rmtree", refuse)
-    with pytest.raises(UserError, match="outputs/default/broken cannot be removed"):
-        main(["model=mhc", "--prune", "--yes"], "depthlm runs")
-    assert names(root) == ["base", "new"]
