@@ -6,11 +6,10 @@
 
 Each arm is a run of size micro on the CPU that is disturbed until it reaches its end; then another one begins, until
 there were enough events. Loss curve, validation loss and weights must be equal, bit for bit, to those of a run that one
-command trained from start to end. The arm `srun` needs SLURM, the arm `disk` root. Results of arms that do not run stay
-in the JSON.
+command trained from start to end. The arm `srun` needs SLURM, the arm `disk` root.
 """
 
-import json
+import argparse
 import statistics
 import subprocess
 import sys
@@ -23,8 +22,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from benchmarks.shared.reporting import Results, arguments_of, headed, parser_of, result_path, table, write_json
 
 from .disturbers import DiskFiller, Disturber, Killer, Stopper
 from .runs import finish, outcome, same, starter
@@ -96,8 +93,8 @@ def disturb(arm: Arm, folder: Path, shared: list[str], seed: int, left: int) -> 
     return disturber.events
 
 
-def run_arm(name: str, most: int | None, seed: int) -> dict[str, Any]:
-    """Run an arm and return its results."""
+def run_arm(name: str, most: int | None, seed: int) -> bool:
+    """Run an arm, and print its results. Return whether they are the same as without disturbances."""
     arm, started = ARMS[name], time.monotonic()
     events: list[dict[str, Any]] = []
     runs, equal = 0, True
@@ -116,53 +113,24 @@ def run_arm(name: str, most: int | None, seed: int) -> dict[str, Any]:
             if not seen:
                 raise RuntimeError(f"{name}: a run of {STEPS} steps ended before anything happened to it")
             events += seen
-    return {
-        "launcher": arm.launcher,
-        "overrides": arm.overrides,
-        "events": len(events),
-        "runs": runs,
-        "steps": STEPS,
-        **(kill_statistics(events) if "state" in events[0] else {}),
-        "same_bit_for_bit": equal,
-        "minutes": (time.monotonic() - started) / 60,
-        "each": events,
-    }
-
-
-def kill_statistics(each: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the runs did when they were killed, and how long the surviving ranks took to end."""
-    alone = [kill["seconds_to_end"] for kill in each if kill["seconds_to_end"] is not None]
-    seconds = {"median": statistics.median(alone), "largest": max(alone)} if alone else None
-    return {
-        "states": Counter(kill["state"] for kill in each),
-        "of_one_rank_alone": len(alone),
-        "seconds_until_the_others_ended": seconds,
-    }
-
-
-def markdown(results: Results) -> str:
-    lines = (
-        (name, arm["launcher"], " ".join(arm["overrides"]), str(arm["events"]), str(arm["same_bit_for_bit"]))
-        for name, arm in results["arms"].items()
-    )
-    return headed(results, table(("arm", "launcher", "run", "events", "same bit for bit"), lines))
+    minutes, text = (time.monotonic() - started) / 60, "the same bit for bit" if equal else "NOT THE SAME"
+    print(f"{name}: {len(events)} events in {runs} runs and {minutes:.0f} minutes: {text}", flush=True)
+    if "state" in events[0]:
+        # seconds that surviving ranks took to end
+        seconds = [kill["seconds_to_end"] for kill in events if kill["seconds_to_end"] is not None] or [0]
+        print(f"  killed while {dict(Counter(kill['state'] for kill in events))}; the others ended within "
+              f"{statistics.median(seconds):.1f} s (median), {max(seconds):.1f} s at most", flush=True)  # fmt: skip
+    return equal
 
 
 def main() -> int:
-    """Run the arms, print their results and write them."""
-    parser = parser_of(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--events", type=int, help="at most so many events of each arm")
     parser.add_argument("--seed", type=int, default=1)
-    arguments = arguments_of(parser, markdown)
-    path, ran = arguments.output or result_path("chaos"), {}
-    for name in arguments.arms:
-        ran[name] = run_arm(name, arguments.events, arguments.seed)
-        before = json.loads(path.read_text()).get("arms", {}) if path.exists() else {}
-        results = write_json(path, {"arms": {**before, name: ran[name]}})
-        print(f"{name}: {ran[name]['events']} events in {ran[name]['minutes']:.0f} minutes", flush=True)
-    print(markdown(results))
-    return int(not all(result["same_bit_for_bit"] for result in ran.values()))
+    arguments = parser.parse_args()
+    same_results = [run_arm(name, arguments.events, arguments.seed) for name in arguments.arms]
+    return int(not all(same_results))
 
 
 if __name__ == "__main__":

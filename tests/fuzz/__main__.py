@@ -8,6 +8,7 @@ return, or raise a UserError; a command may exit with 0 or 2, or with 1 and no t
 digest, what a reader returns must also equal what it returns for the original. Each case has a time limit.
 """
 
+import argparse
 import contextlib
 import io
 import json
@@ -17,18 +18,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.progress import track
 
-from benchmarks.shared.reporting import Results, arguments_of, headed, parser_of, publish, result_path, table
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
 
@@ -184,23 +183,13 @@ def quiet() -> Iterator[None]:
         log.removeFilter(drop)
 
 
-def markdown(results: Results) -> str:
-    lines = [
-        (name, f"{outcome['refused']:,}", f"{outcome['returned']:,}", str(len(outcome["failures"])))
-        for name, outcome in results["outcomes"].items()
-    ]
-    text = table(("file", "refused", "read", "failures"), lines)
-    return headed(results, text, f"{results['seconds'] / 60:.0f} minutes")
-
-
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutations", type=int, default=2000, help="of each file, through its reader")
     parser.add_argument("--commands", type=int, default=200, help="runs of commands in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these files")
-    options = arguments_of(parser, markdown)
-    started = time.monotonic()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         with quiet():
             targets = make_targets(Path(temporary))
@@ -208,12 +197,12 @@ def main() -> int:
         outcomes = {}
         for target in track(targets, description="files"):
             with quiet():
-                outcomes[target.name] = asdict(fuzz_reader(target, options.mutations, options.seed))
+                outcomes[target.name] = fuzz_reader(target, options.mutations, options.seed)
         if options.commands:
-            outcomes["commands"] = asdict(fuzz_commands(targets, options.commands, options.seed))
-    results = {"seed": options.seed, "mutations": options.mutations, "outcomes": outcomes}
-    publish(options.output or result_path("fuzz"), results | {"seconds": time.monotonic() - started}, markdown)
-    failures = {case: text for outcome in outcomes.values() for case, text in outcome["failures"].items()}
+            outcomes["commands"] = fuzz_commands(targets, options.commands, options.seed)
+    for name, outcome in outcomes.items():
+        print(f"{name}: {outcome.refused:,} refused, {outcome.returned:,} read, {len(outcome.failures)} failures")
+    failures = {case: text for outcome in outcomes.values() for case, text in outcome.failures.items()}
     for case, text in list(failures.items())[:20]:
         print(f"\n{case}\n{text}")
     return int(bool(failures))

@@ -49,48 +49,6 @@ RUN = ["size=micro", "size.hidden_size=16", "size.head_size=8", "size.intermedia
        "training.log_blocks_every=2", "backbone=qwen3_moe", "size.num_experts=4", "memory=ignore"]  # fmt: skip
 
 
-# The targets by which each module that reads files is damaged. A test compares it with the code.
-READERS = {
-    "build": ("model.safetensors",),
-    "config/saved": ("config.yaml",),
-    "data/corpora/documents": ("a.jsonl", "a.txt", "a.parquet"),
-    "data/corpora/formats": ("a.jsonl.gz", "a.jsonl.zst"),
-    "data/manifest": ("tokens/manifest.json", "tokens/train-00000.bin"),
-    "data/preparation/imported": ("ids.npy",),
-    "data/preparation/parts": ("encoded batches", "encoded summary"),
-    "data/preparation/progress": ("progress.json",),
-    "data/token_files": ("tokens/train-00000.bin", "tokens/tokenizer.json"),
-    "data/tokenizers": ("tokenizer.json", "tokens/tokenizer.json", "export/tokenizer_config.json"),
-    "evaluation/generation": ("prompts",),
-    "evaluation/losses": ("evaluation.json",),
-    "files": ("config.yaml", "summary.json", "unfinished.json"),
-    "hugging_face/card": ("environment.json",),
-    "hugging_face/folder": ("export/depthlm.json", "export/README.md"),
-    "inspect/ablation": ("unfinished.json",),
-    "inspect/pruning": ("unfinished.json",),
-    "pretrained/folder": ("export/config.json", "export/model.safetensors.index.json", "export/model.safetensors"),
-    "runs/checkpoints": ("model.safetensors", "states.pt"),
-    "runs/directory": ("summary.json", "failure.json"),
-    "runs/loss_curve": ("config.yaml",),
-    "runs/manifest": ("manifest.json",),
-    "runs/progress": ("environment.json", "config.yaml"),
-    "runs/records": ("metrics.jsonl", "blocks.jsonl", "experts.jsonl", "summary.json", "evaluation.json"),
-    "runs/weights_and_biases": ("summary.json",),
-    "slurm/cluster": ("cluster.yaml", "jobs"),
-    "training/checkpoint/init_from": ("model.safetensors", "tokenizer.json"),
-    "training/engine/deepspeed": ("model.safetensors",),
-    "training/engine/experts": ("model.safetensors", "states.pt"),
-    "training/engine/partitions": ("states.pt",),
-    "training/monitoring/metrics": ("metrics.jsonl",),
-}
-# Modules that read only files of depthlm itself, of the system or of libraries, or code that the user runs.
-NOT_FOREIGN = {
-    "commands/help", "config/hydra_context", "config/validate/explain", "data/corpora/hub", "data/corpora/sources",
-    "evaluation/harness", "evaluation/shipped/read", "hugging_face/source", "machine/environment",
-    "machine/memory", "report/runs_report", "slurm/submit", "training/checkpoint/saving", "training/setup",
-}  # fmt: skip
-
-
 @dataclass
 class Target:
     """A file, and what reads it. exact: whether everything that is read of it is covered by a digest."""
