@@ -80,37 +80,6 @@ def test_the_bytes_of_the_states_equal_those_of_an_optimizer_after_a_step(mine, 
     assert MemoryEstimator(config, "cuda").states(0, 1).optimizer == sum(t.nbytes for t in tensors)
 
 
-def test_muon_has_one_state_for_each_hidden_matrix_and_adamw_two():
-    counted = {}
-    for name in ("adamw", "muon"):
-        config = compose_anywhere(["size=360m", f"optimizer={name}"])
-        model = depthlm.build_model(config, "meta")
-        counted[name] = state_bytes(model, config.optimizer)
-    parameters = list(model.named_parameters())
-    hidden = [p for name, p in parameters if name.endswith("_proj.weight")]
-    counters = 4 * len(parameters)
-    assert counted["adamw"] == 8 * sum(p.numel() for _, p in parameters) + counters
-    assert counted["adamw"] - counted["muon"] == 4 * sum(p.numel() for p in hidden) + 4 * len(hidden)
-
-
-@pytest.mark.slow
-def test_states_per_parameter_are_those_of_the_papers():
-    pytest.importorskip("pytorch_optimizer")
-    counted = {}
-    for name in LIBRARY:
-        config = compose_anywhere(["size=360m", f"optimizer={name}", "schedule=constant"])
-        model = depthlm.build_model(config, "meta")
-        counted[name] = state_bytes(model, config.optimizer) / 4
-    parameters = [p for _, p in model.named_parameters()]
-    numbers = sum(p.numel() for p in parameters)
-    assert counted["ademamix"] == 3 * numbers
-    assert counted["schedule_free"] == 2 * numbers
-    # a preconditioner and its eigenvectors on each side but the vocabulary, and none for vectors
-    largest = config.size.intermediate_size
-    sides = sum(side**2 for p in parameters if p.dim() > 1 for side in p.shape if side <= largest)
-    assert counted["soap"] == 2 * numbers + 2 * sides
-
-
 def with_muon(stack: Tensor, gradients: list[Tensor]) -> Tensor:
     """Return a stack of experts after an update for each gradient."""
     tensors = {"matrix": torch.ones(2, 2), "experts": stack.clone(), "vector": torch.ones(2)}

@@ -63,19 +63,6 @@ def test_the_answers_find_a_gain_of_learned_reads_and_none_without_it():
     assert not any(cell.bold for row in depth.answers(made_up()).rows for cell in row)
 
 
-def test_the_means_over_depths_and_over_mechanisms_have_intervals_of_student():
-    gaps = {(n, seed): 0.1 * place + 0.01 * float(seed) for place, n in enumerate(LAYERS) for seed in SEEDS}
-    found = depth.over_depths(made_up(), gaps)
-    assert found is not None
-    # the table of Student's t for eight degrees of freedom
-    assert (found.mean, found.high - found.mean) == pytest.approx((0.17, 2.306 * 0.01 / math.sqrt(12)), rel=1e-3)
-    found = depth.over_mechanisms([depth.Difference(x, x, x, 12, False) for x in (0.1, 0.2, 0.6)])
-    assert found is not None
-    # the table of Student's t for two degrees of freedom
-    assert (found.mean, found.high) == pytest.approx((0.3, 0.3 + 4.303 * math.sqrt(0.07 / 3)), rel=1e-3)
-    assert depth.over_mechanisms([found, None]) is None
-
-
 def test_the_interval_of_two_groups_over_mechanisms_is_welchs():
     slopes = [[0.1, 0.2, 0.4], [0.5, 0.9, 0.8, 1.0]]
     found = between_mechanisms(*([depth.Difference(x, x, x, 12, False) for x in group] for group in slopes))

@@ -6,10 +6,8 @@ import sys
 import pytest
 import yaml
 
-from benchmarks import host, inference, kernels, mechanisms, peers, throughput
-from benchmarks.shared import reporting
+from benchmarks import host, kernels, mechanisms, peers, throughput
 from benchmarks.shared.operators import read_table
-from depthlm.config import compose_anywhere
 from depthlm.locations import CONF, REPOSITORY
 
 RESULTS = REPOSITORY / "benchmarks/results"
@@ -89,33 +87,3 @@ def test_the_thirteen_settings_of_moda_are_consistent():
     added = [row["moda_ms"] / row["flash_ms"] - 1 for row, _ in rows]
     assert added[0] == pytest.approx(0.349, abs=5e-4)
     assert added[4] == pytest.approx(0.028, abs=5e-4)
-
-
-def test_the_table_of_dca_compares_with_the_model_that_reads_all_outputs():
-    paper = reporting.read_table(inference.TABLES, "dca_24")
-    # the paper: k = 2 has "48% lower inference latency compared to k = 24"
-    lines = {}
-    for name, seconds in paper["seconds"].items():
-        model, last_k = name.split(" ")
-        config = compose_anywhere([*paper["overrides"], f"model={model}", last_k])
-        assert config.size.num_layers == 24
-        phase = {"microseconds_per_token": 1.0, "overhead": 0.0, "microseconds_added": 0.0}
-        lines[name] = {"prefill": phase, "decode": phase, "peak_memory_gib": None, "cache_bytes": 1,
-                       "together": 4.0 * seconds, "paper_seconds": seconds}  # fmt: skip
-    results = {"presets": lines, "again": [1.0], "baseline": paper["baseline"],
-               "machine": {"device": "none", "threads": 1, "versions": {"torch": "0"}}}  # fmt: skip
-    *_, all_outputs, two = inference.markdown(results).splitlines()
-    assert all_outputs.endswith("| +0.00% | +0.00% |")
-    assert two.endswith("| -48.00% | -48.00% |")
-
-
-def test_we_move_fewer_bytes():
-    lines = {
-        (x["operator"], x["size"], x["by"]): x for x in json.loads((RESULTS / "peers-sm90.json").read_text())["lines"]
-    }
-    for (operator, size, by), line in lines.items():
-        ours = lines[operator, size, "ours"]
-        assert all(kernel["stack"] == 0 for kernel in ours["kernels"])
-        if by != "ours":
-            assert ours["moved_gb"] < line["moved_gb"] / 2, (operator, size, by)
-            assert ours["launches"] < line["launches"], (operator, size, by)

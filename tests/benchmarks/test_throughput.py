@@ -1,15 +1,11 @@
 """What benchmarks time: peers that compute our logits, prefills that fill the same cache."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import depthlm
 from benchmarks import inference, throughput
 from depthlm.config import Config
-from depthlm.locations import REPOSITORY
 
 
 @pytest.fixture
@@ -46,12 +42,3 @@ def test_chunks_fill_the_same_cache():
     for slot in range(model.size.num_layers):
         for one, other in zip(parts._slots[slot], whole._slots[slot], strict=True):
             torch.testing.assert_close(one, other)
-
-
-def test_without_a_peer_the_command_says_what_to_install():
-    # a module that exists nowhere else
-    program = "import sys; sys.path.insert(0, '.'); from benchmarks import peers; peers.main()"
-    command = [sys.executable, "-S", "-c", program]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "pip install --no-deps liger-kernel fla-core einops" in done.stderr

@@ -17,6 +17,7 @@ def served(
     """Serve the work of rank 0. Returns why it failed, and what this rank has received."""
     received: list[Any] = []
     functions = {"rank": lambda factor: factor * (1 + torch.distributed.get_rank()), "divide": lambda by: 1 / by}
+    functions["uneven"] = lambda _: 1 / (1 - torch.distributed.get_rank())
     failure = serve(work, functions, received.append, Activity(), stopping, patience, torch.device("cpu"))
     return failure, received
 
@@ -35,13 +36,8 @@ def test_every_rank_computes_a_call_and_receives_what_rank_0_sends_until_it_fail
 
 
 def fail_on_one_rank() -> tuple[str | None, list[Any]]:
-    def work(call: Call, send: Send) -> None:
-        # rank 1 divides by zero
-        call("uneven", None)
-
-    functions = {"uneven": lambda _: 1 / (1 - torch.distributed.get_rank())}
-    failure = serve(work, functions, print, Activity(), lambda: False, 60.0, torch.device("cpu"))
-    return failure, []
+    # rank 1 divides by zero
+    return served(lambda call, send: call("uneven", None))
 
 
 def test_a_failure_on_one_rank_blocks_no_other(two_ranks):

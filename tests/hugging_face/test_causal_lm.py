@@ -31,7 +31,7 @@ def tokens(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("side", "overrides"),
-    [("right", []), ("left", ["data.document_mask=true"]), ("left", ["data.document_mask=bos"])],
+    [("right", []), ("left", ["data.document_mask=bos"])],
 )
 def test_padding_does_not_change_logits(wrap, overrides, side):
     causal, decoder = wrap("model=depth_attention", *overrides)
@@ -47,10 +47,7 @@ def test_padding_does_not_change_logits(wrap, overrides, side):
             torch.testing.assert_close(logits[row, part], decoder(rows[row, None, part])[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("cache_given", "overrides"),
-    [(False, []), (True, ["data.document_mask=true"]), (False, ["data.document_mask=bos"])],
-)
+@pytest.mark.parametrize(("cache_given", "overrides"), [(False, []), (True, ["data.document_mask=true"])])
 def test_a_cache_is_filled_in_parts_cropped_and_reordered(wrap, overrides, cache_given):
     from transformers import DynamicCache
 

@@ -83,11 +83,8 @@ def test_the_same_command_pushes_again_and_removes_only_the_code_of_another_mech
 
 REFUSED = {
     "token": (401, "/repos/create", "the hub refuses the token .HTTP status 401.*; run `hf auth login`, or set HF_"),
-    "rights": (403, "/repos/create", "may not write there .HTTP status 403.*; use one that may write to me, or"),
-    "missing": (404, "/preupload/main", "no such repository or owner .HTTP status 404.*; check the name"),
     "full": (413, "/commit/main", "the hub refuses the request .HTTP status 413, as the test wants"),
     "strange page": (200, "/repos/create", "what the hub answered is not as expected"),
-    "strange upload": (200, "/objects/batch", "the files cannot be uploaded|not as expected"),
 }
 
 
