@@ -152,24 +152,3 @@ def test_training_on_an_unprepared_corpus_prints_the_command_and_downloads_nothi
     assert len(hub.requests) == requests
     assert not Path("data/tokens").exists()
     assert not Path("run").exists()
-
-
-def test_without_the_hub_the_command_that_prepares_is_still_printed(checkout):
-    for name in CORPORA:
-        config = compose([f"data={name}"])
-        with pytest.raises(DataError, match=r"takes about .* of disk") as unprepared:
-            check_prepared(config.data, partial(prepare_command, config))
-        assert unprepared.value.remedy.splitlines()[-1].strip() == f"python data/prepare.py data={name}"
-
-
-@pytest.mark.slow
-def test_a_validation_set_may_come_from_the_hub(hub, mirrors, command):
-    further = "data.validation={pile:{hub:monology/pile-uncopyrighted},web:{hub:allenai/c4,subset:en}}"
-    overrides = ["data=fineweb_edu", *PREPARED, further]
-    done = command(f"python data/prepare.py {' '.join(overrides[:-1])} '{further}'")
-    assert done.returncode == 0, done.stderr
-    folders = token_folders(compose(overrides).data)
-    for name, corpus in {"pile": CORPORA["pile"], "web": CORPORA["c4"]}.items():
-        assert Manifest.read(folders[name]).train.tokens == 0
-        _, held_out = corpus.documents(next(iter(corpus.parts)), FRACTION)
-        assert documents_of(folders[name], f"validation-{name}") == held_out

@@ -29,13 +29,6 @@ def model():
     return decoder
 
 
-def test_the_narrowest_top_k_and_top_p_equal_greedy_decoding(model):
-    greedy = generate(model, PROMPT, 10)
-    assert torch.equal(generate(model, PROMPT, 10, temperature=1.0, top_k=1), greedy)
-    assert torch.equal(generate(model, PROMPT, 10, temperature=1.0, top_p=1e-6), greedy)
-    assert not torch.equal(generate(model, PROMPT, 10, temperature=5.0), greedy)
-
-
 def test_top_k_and_top_p_sample_only_from_the_tokens_they_keep(model):
     generator = torch.Generator().manual_seed(0)
     prompt = PROMPT[:1].expand(400, -1)

@@ -16,7 +16,7 @@ import pytest
 from depthlm.config import compose, compose_anywhere
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
-from depthlm.slurm.cluster import Cluster, queued_points, record_array, waiting_text
+from depthlm.slurm.cluster import Cluster, record_array
 from depthlm.slurm.submit import main, submit_array
 from depthlm.sweeps import sweep_points
 
@@ -236,30 +236,6 @@ def test_the_status_says_why_a_job_waits_and_where_a_job_that_ended_has_its_log(
         "running",
         f"the job ended before its run began; see {snapshot}/log-12_3.txt",
     ]
-
-
-def test_a_reason_is_called_permanent_only_if_no_wait_helps():
-    for reason in ("PartitionConfig", "QOSMaxNodePerJobLimit", "QOSMinGRES", "DependencyNeverSatisfied"):
-        assert waiting_text(reason) == f"can never start: {reason}"
-    for reason in ("AssocGrpCpuLimit", "QOSMaxCpuPerUserLimit", "ReqNodeNotAvail, UnavailableNodes:n3"):
-        assert waiting_text(reason) == f"waits: {reason}"
-    limit = "QOSMaxJobsPerUserLimit"
-    assert waiting_text(limit) == f"waits: {limit} (until other jobs end; can never start if the limit is 0)"
-    assert waiting_text("None") == waiting_text("") == ""
-
-
-def test_broken_records_of_jobs_are_named_and_skipped(tmp_path, bin_folder, capsys):
-    lines = ("12 0 CONFIGURING", "12 1 RUNNING", "12 2 TIMEOUT", "12 9 RUNNING")
-    fake(bin_folder, "squeue", "".join(f"echo '{line}'\n" for line in lines))
-    snapshot = tmp_path / ".slurm/0001"
-    snapshot.mkdir(parents=True)
-    (snapshot / "jobs.jsonl").write_bytes(b'{"job": "11", "dir\n\xff\n[]\n')
-    runs = [str(tmp_path / name) for name in "abc"]
-    record_array(snapshot, "12", runs)
-    jobs = queued_points([tmp_path / ".slurm"])
-    assert {directory: job.state for directory, job in jobs.items()} == {runs[0]: "waiting", runs[1]: "running"}
-    named = [text.partition(": ")[0].rpartition(":")[2] for text in capsys.readouterr().err.splitlines()]
-    assert named == ["1", "2", "3"]
 
 
 # as SLURM for the last task of array 40, whose own id is that of the array: its id alone names all tasks

@@ -6,10 +6,8 @@ Without a GPU, a backend of the tests "replays" by running the captured function
 import functools
 import logging
 import traceback
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -23,7 +21,7 @@ from depthlm.config import Config
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.training import train
-from depthlm.training.capture import Captured, record_waits
+from depthlm.training.capture import Captured
 from depthlm.training.engine import Engine, build_engine
 from depthlm.training.graphs import MicroBatchGraphs, make_graphs
 from depthlm.training.plan import Plan, make_plan
@@ -164,17 +162,6 @@ def test_a_capture_that_fails_loses_nothing(caplog):
         assert message.endswith("in capture: operation not permitted when stream is capturing")
 
 
-def test_the_line_that_waits_is_that_of_the_mechanism(recwarn):
-    with record_waits() as waits:
-        # what PyTorch says, and another warning
-        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-        warnings.warn("something else", stacklevel=1)
-    [line] = waits
-    assert line.startswith(f"{__file__}:")
-    assert line.endswith("in test_the_line_that_waits_is_that_of_the_mechanism")
-    assert [str(warning.message) for warning in recwarn] == ["something else"]
-
-
 def test_code_that_waits_is_found_before_a_capture():
     def waiting(*arguments: Any) -> MicroBatchGraphs:
         graphs = rerun_graphs(*arguments)
@@ -248,16 +235,10 @@ def test_two_ranks_with_graphs_equal_two_without_also_if_a_capture_fails_on_one(
 def test_a_run_without_graphs_says_why(caplog):
     for overrides, device, reason in (
         (["training.cuda_graphs=auto"], "cpu", None),
-        (["training.cuda_graphs=false"], "cuda", None),
         (["training.cuda_graphs=true"], "cpu", "they need a GPU"),
         (["deepspeed=zero1"], "cuda", "deepspeed.stage=1"),
-        (["backbone=qwen3_moe"], "cuda", "deepspeed.experts=2"),
-        (["training.profile=true"], "cuda", "training.profile=true"),
     ):
         config = configuration("size=micro", *overrides)
-        if reason == "deepspeed.experts=2":
-            # a configuration of two ranks
-            config = replace(config, deepspeed=replace(config.deepspeed, experts=2))
         engine = mock.Mock(device=torch.device(device))
         caplog.clear()
         with caplog.at_level(logging.INFO, "depthlm"):

@@ -133,12 +133,3 @@ def test_a_single_rank_reduces_nothing(small_run):
     start_distributed(ranks())
     assert unequal_with_unused(small_run(*SMALL)) == []
     assert {*events(small_run(*SMALL))} == {"first weight", "end"}
-
-
-def test_buckets_hold_the_last_parameters_first_and_no_more_than_their_size():
-    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((4,), (3,), (100,), (8,), (2, 2), (4,), (1,))]
-    parameters[3].requires_grad = False
-    parameters[0].data = parameters[0].data.bfloat16()
-    found = [[parameter.numel() for parameter in bucket] for bucket in buckets_of(parameters, 8)]
-    # the odd size comes last, so that the others are aligned
-    assert found == [[4, 1], [4], [100], [3], [4]]

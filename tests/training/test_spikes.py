@@ -7,7 +7,7 @@ from depthlm.training.nonfinite import spike_limit
 
 from .run_files import assert_same, bad_batches, curve, manifest, weights
 from .spoiled import train_spoiled
-from .test_nonfinite import KEPT, REWIND
+from .test_nonfinite import KEPT
 
 
 def test_a_spike_needs_half_a_window_of_losses():
@@ -19,11 +19,6 @@ def test_a_spike_needs_half_a_window_of_losses():
 
 
 SPIKES = ("training.spike_window=4", "training.checkpoint_every=5", *KEPT)
-
-
-def test_a_run_that_detects_no_spikes_does_not_count_them(train_run):
-    run = train_run("training.max_steps=1", "training.spike_deviations=null")
-    assert read_json(run / "summary.json")["spikes"] is None
 
 
 def test_a_spike_is_logged_and_kept(small_run, tmp_path, capsys):
@@ -43,15 +38,6 @@ def test_a_spike_is_logged_and_kept(small_run, tmp_path, capsys):
     assert f"standard deviations above the mean {sum(losses[4:8]) / 4:.2f}; its batch is windows" in output
     recent = manifest(tmp_path / "run")["recent_losses"]
     assert recent == [row["loss"] for row in read_metrics(tmp_path / "run/metrics.jsonl")][-4:]
-
-
-def test_spikes_count_although_a_rewind_leaves_too_few_losses_for_the_next_one(small_run, tmp_path):
-    # detected from step 5 on; the run ends with the losses of steps 1 to 3
-    overrides = small_run(*REWIND, "training.spike_window=8", "training.checkpoint_every=3", "training.max_steps=6")
-    assert train_spoiled(overrides, {5: "spike", 6: "loss"}) == 0
-    assert manifest(tmp_path / "run")["rewound"] == [[3, 6]]
-    assert len(manifest(tmp_path / "run")["recent_losses"]) == 3
-    assert read_json(tmp_path / "run/summary.json")["spikes"] == 1
 
 
 def test_a_spike_is_skipped_whatever_the_policy_for_non_finite_values(small_run, tmp_path):

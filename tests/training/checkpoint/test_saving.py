@@ -4,7 +4,6 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import read_manifest
 from depthlm.training import train
 from depthlm.training.checkpoint import saving
-from depthlm.training.checkpoint.saving import Saver, Snapshot
+from depthlm.training.checkpoint.saving import Saver
 
 from ...two_ranks import train_on_ranks
 from ..run_files import assert_same, curve, states, weights
@@ -173,20 +172,16 @@ def test_all_ranks_save_when_a_checkpoint_is_due_on_one(two_ranks, small_run, tm
 def test_a_checkpoint_is_due_checkpoint_minutes_after_the_last(small_run, tmp_path, monkeypatch):
     now = {"seconds": 0.0}
     monkeypatch.setattr(saving.time, "monotonic", lambda: now["seconds"])
-    config = depthlm.compose(small_run("training.checkpoint_minutes=2"))
     monkeypatch.setattr(saving.torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(Saver, "_start", lambda *_, **__: "no room")
+    config = depthlm.compose(small_run("training.checkpoint_minutes=2"))
     saver = Saver(None, tmp_path, config.training, {})
     due = []
     for now["seconds"] in (0.0, 119.0, 120.0, 500.0):
         due.append(saver.due())
     assert due == [False, False, True, True]
-    monkeypatch.setattr(Saver, "_start", lambda *_, **__: "no room")
     saver.save({"step": 1}, last=False)
     assert not saver.due()
-    unlimited = Saver(None, tmp_path, replace(config.training, checkpoint_minutes=None), {})
-    now["seconds"] = 10_000.0
-    assert saver.due()
-    assert not unlimited.due()
 
 
 def test_files_of_an_interrupted_save_are_removed_before_the_next_and_when_a_run_resumes(train_run):
@@ -196,11 +191,3 @@ def test_files_of_an_interrupted_save_are_removed_before_the_next_and_when_a_run
         (run.staging(17) / "deepspeed").mkdir(parents=True)
         train_run("training.max_steps=6", f"training.stop_after={stop}")
         assert run.leftovers() == []
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_snapshot_of_a_gpu_is_in_pinned_memory():
-    weights = torch.randn(3, 1000, device="cuda")
-    copy = Snapshot().copy("state", {"weights": weights})["weights"]
-    assert copy.is_pinned()
-    assert torch.equal(copy, weights.cpu())
