@@ -8,7 +8,6 @@ import sys
 import time
 from collections import Counter
 
-from .grid import ORDERS
 from .launcher import Launcher
 
 
@@ -48,36 +47,25 @@ def main() -> int:
 
 
 def check(case, launcher) -> str:
-    """Run a case in each order, print a line, and return the outcome."""
-    import torch
-
+    """Run a case, print a line, and return the outcome."""
     from .cases import TOLERANCES
 
-    begun, expected, first, problems = time.perf_counter(), case.results("torch"), None, []
-    before, worst = launcher.launches.total(), 0.0
-    orders = ORDERS if case.small else ORDERS[:1]
-    for order in orders:
-        launcher.begin(order, 0)
-        try:
-            found = case.results("triton")
-        except Exception as error:
-            problems.append(f"{order}: {type(error).__name__}: {error}")
-            break
-        problems += [f"{order}: {fault}" for fault in launcher.reports.described()]
-        differences = compare(found, expected)
-        worst = max([worst, *differences.values()], key=lambda x: float("inf") if x != x else x)
-        limit = TOLERANCES[case.dtype] * case.factor
-        problems += [f"{order}: {name} differs by {x:.2g}" for name, x in differences.items() if not x <= limit]
-        first = first or found
-        changed = [name for name, x in found.items() if not torch.equal(x.nan_to_num(7), first[name].nan_to_num(7))]
-        problems += [f"{order}: other numbers than together: {', '.join(changed)}"] if changed else []
-    count = f"{len(orders)} orders {launcher.launches.total() - before:4} launches"
-    return report(f"{case.name:62} {count}", begun, worst, problems)
+    begun, expected, before = time.perf_counter(), case.results("torch"), launcher.launches.total()
+    launcher.begin()
+    try:
+        differences = compare(case.results("triton"), expected)
+    except Exception as error:
+        return report(case.name, begun, float("nan"), [f"{type(error).__name__}: {error}"])
+    limit = TOLERANCES[case.dtype] * case.factor
+    problems = [f"{name} differs by {x:.2g}" for name, x in differences.items() if not x <= limit]
+    text = f"{case.name:62} {launcher.launches.total() - before:4} launches"
+    worst = max(differences.values(), key=lambda x: float("inf") if x != x else x)
+    return report(text, begun, worst, problems + launcher.reports.described())
 
 
 def check_huge(name: str, call, launcher) -> str:
     begun = time.perf_counter()
-    launcher.begin("together", 0)
+    launcher.begin()
     differences = compare(*({str(k): x for k, x in enumerate(xs)} for xs in call()))
     problems = [f"result {k} differs by {x:.2g}" for k, x in differences.items() if not x <= 0.04]
     problems += launcher.reports.described()

@@ -14,7 +14,7 @@ FORMATS = {"i1": "<i", "i32": "<i", "i64": "<q", "u32": "<I", "u64": "<Q", "fp32
 
 
 class Launcher:
-    """Takes the place of Triton's launches. order and seed: how warps take turns. edges: as in `grid.programs`."""
+    """Takes the place of Triton's launches. edges: as in `grid.programs`."""
 
     def __init__(self) -> None:
         os.environ.pop("TRITON_INTERPRET", None)
@@ -37,7 +37,7 @@ class Launcher:
         }
         driver.set_active(SimpleNamespace(**device))
         self.torch, self.compiled_run = torch, JITFunction.run
-        self.order, self.seed, self.reports, self.edges = "together", 0, Reports(), False
+        self.reports, self.edges = Reports(), False
         self.programs: dict[str, Any] = {}
         self.known: dict[int, tuple[int, int, Any]] = {}
         self.launches: Counter[str] = Counter()
@@ -83,17 +83,15 @@ class Launcher:
         sizes = tuple(grid(bound)) if callable(grid) else tuple(grid)
         ranges = [(start, end) for start, end, alive in self.known.values() if alive() is not None]
         settings = compiled.metadata
-        launch(
-            program, sizes, parameters, ranges, settings.shared, settings.num_warps, self.reports,
-            self.order, self.seed, self.edges,
-        )  # fmt: skip
+        shape = settings.shared, settings.num_warps
+        launch(program, sizes, parameters, ranges, *shape, self.reports, self.edges)
         return compiled
 
-    def begin(self, order: str, seed: int) -> None:
-        """From now on, run warps in this order, and report to new lists."""
+    def begin(self) -> None:
+        """From now on, report to new lists."""
         from .reports import Reports
 
-        self.order, self.seed, self.reports = order, seed, Reports(self.all_faults, self.all_notes)
+        self.reports = Reports(self.all_faults, self.all_notes)
 
     def remember(self, x: Any) -> None:
         """A kernel may use what a tensor covers, also in later launches, to which a table may give its address."""

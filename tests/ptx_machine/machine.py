@@ -36,7 +36,7 @@ class Group:
         self.memories = {"global": memory, "shared": shared}
         parts = (np.array(x, np.int64)[:, None] for x in zip(*units, strict=True))
         self.slots, turn, self.blocks, self.warps = parts
-        self.count, self.whole = len(units), len(units) == warps * len(set(self.blocks[:, 0]))
+        self.count = len(units)
         self.registers: dict[str, np.ndarray] = {}
         self.keys = (turn * warps * 32 + self.warps * 32 + values.LANES) << 40
         x, y = grid[0], grid[1]
@@ -191,8 +191,8 @@ class Group:
 
     # control
 
-    def run(self, chance=None) -> None:
-        """Run until all lanes wait or have ended; with `chance`, a random generator, maybe only to another block."""
+    def run(self) -> None:
+        """Run until all lanes wait or have ended."""
         while True:
             self.steps += 1
             if self.steps > STEPS:
@@ -211,8 +211,6 @@ class Group:
                 self.special = {name: x[self.rows] for name, x in self.all_special.items()}
             last = self.execute(index)
             if (self.finish if self.together is None else self.continue_)(index, last):
-                return
-            if chance is not None and chance.random() < 0.3:
                 return
 
     def execute(self, index):
@@ -249,7 +247,7 @@ class Group:
             if taken is None or taken.all() or not taken.any():
                 self.together = self.target(last) if taken is None or taken.all() else index + 1
                 return False
-        elif last.name == "bar" and last.guard is None and self.whole:
+        elif last.name == "bar" and last.guard is None:
             self.keys += (1 << 20) + 1
             self.together = index + 1
             return False

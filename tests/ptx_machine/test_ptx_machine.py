@@ -30,4 +30,4 @@ def test_the_machine_finds_known_faults_and_none_without_them(options: list[str]
 @pytest.mark.slow
 def test_compiled_reads_of_a_source_that_occurs_twice_have_no_fault() -> None:
     lines = run("tests.ptx_machine", "--only", "repeated weighted reads1").splitlines()
-    assert [line for line in lines if " orders " in line and line.endswith("agrees")] == lines[:1]
+    assert [line for line in lines if line.endswith("agrees")] == lines[:1]
