@@ -82,14 +82,6 @@ def assert_trained_as_said(point: Point, line: dict[str, Any] | None) -> bool:
     return True
 
 
-@pytest.mark.slow
-def test_runs_of_the_page_trained_as_their_experiments_say(records):
-    for experiment, sweep in (("depth", records.depth), ("sizes", records.sizes)):
-        lines = archive.lines_of(experiment)
-        points = [sweep.rows[place].points[0] for place in (0, -1)]
-        assert sum(assert_trained_as_said(point, lines.get(Path(point.directory).name)) for point in points)
-
-
 @pytest.mark.release
 def test_every_recorded_run_trained_as_its_experiment_says():
     compared = 0

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from depthlm.__main__ import main
-from depthlm.commands.help import describe_option, print_help, setting_meanings
+from depthlm.commands.help import describe_option, print_help
 from depthlm.config import mechanisms
 from depthlm.config.hydra_context import available_groups
 from depthlm.errors import UserError
@@ -54,11 +54,6 @@ def test_every_setting_of_a_mechanism_has_a_value_and_a_meaning(names, capsys):
         if name == "grn_v3":
             # the value of its preset, and the default of its class
             assert ["model.connection.separate_qkv", "false", "true"] in [cells[:3] for cells in settings]
-
-
-def test_a_meaning_may_span_lines_and_apply_to_several_settings():
-    text = "Something.\n\na, b: first\n    second line\nc: alone\nNo meaning here."
-    assert setting_meanings(text) == {"a": "first second line", "b": "first second line", "c": "alone"}
 
 
 def test_an_unknown_topic_is_refused_with_a_suggestion():

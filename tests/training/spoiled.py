@@ -88,21 +88,9 @@ def state(engine: Any) -> torch.Tensor:
     return engine.optimizer.state[part.flat]["exp_avg"][fragment.offset : fragment.offset + 1]
 
 
-def padding(engine: Any) -> torch.Tensor:
-    """Return what no weight uses of a partition of ZeRO 3."""
-    part = max(
-        partitions(engine.zero), key=lambda part: part.flat.numel() - sum(f.length for _, f in part.local_fragments())
-    )
-    used = torch.zeros(part.flat.numel(), dtype=torch.bool)
-    for _, fragment in part.local_fragments():
-        used[fragment.offset : fragment.offset + fragment.length] = True
-    [first, *_] = (~used).nonzero().flatten().tolist()
-    return part.flat.data[first : first + 1]
-
-
 def own_fragment(engine: Any) -> tuple[Partition, tuple[torch.nn.Parameter, Fragment]]:
     """Return a partition of ZeRO 1 to 3, and a weight of which this rank has elements in it."""
     return next((part, own) for part in partitions(engine.zero) for own in part.local_fragments())
 
 
-DAMAGED: dict[str | None, Callable[[Any], torch.Tensor]] = {"weight": weight, "state": state, "padding": padding}
+DAMAGED: dict[str | None, Callable[[Any], torch.Tensor]] = {"weight": weight, "state": state}

@@ -76,13 +76,6 @@ def test_without_a_finite_checkpoint_there_is_no_rewind(small_run, tmp_path, cap
     assert saved_steps(tmp_path / "run") == []
 
 
-@pytest.mark.slow
-def test_what_pads_a_partition_of_zero_3_may_have_any_value(two_ranks, train_run, small_run, tmp_path):
-    overrides = (*SETTINGS, "deepspeed=zero3", "model=mhc")
-    assert two_ranks(train_spoiled, small_run(*overrides), {3: "padding"}, (1,)) == [0, 0]
-    assert_same(weights(tmp_path / "run"), weights(train_run(*overrides, ranks=2, name="plain")))
-
-
 def test_a_checkpoint_that_is_not_finite_is_refused(small_run, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         # as before such states were refused

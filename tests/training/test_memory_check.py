@@ -8,7 +8,7 @@ import torch
 import depthlm
 from depthlm.accounting.memory import MemoryEstimator
 from depthlm.config import Config
-from depthlm.distributed.launchers import SINGLE_RANK, Ranks
+from depthlm.distributed.launchers import SINGLE_RANK
 from depthlm.errors import UserError
 from depthlm.training import memory_check, train
 from depthlm.training.memory_check import check_memory
@@ -16,7 +16,6 @@ from depthlm.training.memory_check import check_memory
 from ..options import configuration
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-EIGHT = Ranks(0, 0, 8, 8, "torchrun")
 
 
 def small(*overrides: str) -> Config:
@@ -43,18 +42,6 @@ def test_suggested_settings_fit_and_include_the_largest_micro_batch():
         memory = check_memory(small(*overrides), SINGLE_RANK, GPU, available)
         assert memory is not None
         assert memory.total <= available
-
-
-def test_on_several_ranks_zero_stages_that_fit_are_suggested():
-    wide = ("size.hidden_size=512", "training.sequence_length=16")
-    config = small(*wide)
-    available = int(MemoryEstimator(config, "cuda").estimate(0, 8, 2).total * 0.8)
-    with pytest.raises(UserError) as error:
-        check_memory(config, EIGHT, GPU, available)
-    stages = [overrides for overrides in fitting(error) if overrides[0].startswith("deepspeed=")]
-    assert stages
-    for overrides in stages:
-        assert check_memory(small(*wide, *overrides), EIGHT, GPU, available) is not None
 
 
 def test_where_nothing_fits_the_error_says_so_and_ignore_warns_only(caplog):

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from depthlm.files import read_json
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
 
-from ..run_files import assert_same_run, curve, losses, weights
-from ..spoiled import train_spoiled
+from ..run_files import curve, losses, weights
 
 
 # (ranks, stage) until the run ends; each segment has three steps
@@ -135,26 +133,3 @@ def test_a_complete_run_without_its_checkpoints_warns_and_retrains_on_request(tr
     capfd.readouterr()
     assert train(again) == 0
     assert "step 1/4" not in capfd.readouterr().out
-
-
-def kept(run: Path) -> dict[str, bytes]:
-    """Return the files of a run that a refused command does not change."""
-    return {file.name: file.read_bytes() for file in run.glob("[!.]*.*") if file.name != "failure.json"}
-
-
-def test_a_run_whose_checkpoints_are_gone_is_trained_again_only_on_request(train_run, small_run):
-    overrides = small_run("training.max_steps=5")
-    run = train_run("training.max_steps=5", "training.stop_after=3")
-    shutil.rmtree(run / "checkpoints")
-    before = kept(run)
-    for more, words in (
-        ((), rf"{run}: no checkpoint in it; .* run={run} resume=retrain"),
-        (("optimizer.lr=0.5", "resume=retrain"), "holds a run with another configuration"),
-    ):
-        with pytest.raises(UserError, match=words):
-            train(depthlm.compose([*overrides, *more]))
-        assert kept(run) == before
-    # a retrained run that is killed before its first checkpoint has nothing to lose
-    assert train_spoiled([*overrides, "resume=retrain"], {}, killed_at=3) == "killed"
-    assert train(depthlm.compose(overrides)) == 0
-    assert_same_run(run, train_run("training.max_steps=5", name="straight"))

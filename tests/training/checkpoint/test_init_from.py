@@ -65,15 +65,6 @@ def test_weights_that_do_not_fit_are_listed_with_their_shapes_before_training(tr
     assert not (tmp_path / "wrong/checkpoints").exists()
 
 
-def test_a_run_without_a_valid_checkpoint_is_refused(small_run, vanilla):
-    with pytest.raises(UserError, match=r"init_from=.*nowhere: no checkpoint in it"):
-        depthlm.compose(small_run("init_from=/nowhere"))
-    config = depthlm.compose(small_run(f"init_from={vanilla}"))
-    (vanilla / "checkpoints/step-00000008/model.safetensors").write_bytes(b"torn")
-    with pytest.raises(UserError, match="no complete checkpoint in it"):
-        train(config)
-
-
 SHARED = ("data.path=null", "data.vocab_size=300", "size.vocab_size=320", "training.max_steps=1")
 
 
