@@ -1,7 +1,6 @@
 """Tables: those of papers are consistent with the papers and with our models, those of pages with committed results."""
 
 import json
-import sys
 
 import pytest
 import yaml
@@ -47,15 +46,6 @@ def test_modas_ablation_is_one_shape_in_four_layouts():
     assert 1 - times[2] / times[1] == pytest.approx(0.52, abs=5e-4)
     assert times[2] / times[3] == pytest.approx(4.31, abs=5e-3)
     assert times[0] / times[3] == pytest.approx(1458, abs=0.5)
-
-
-def test_the_kernel_benchmark_reads_the_ablation(monkeypatch, capsys, tmp_path):
-    command = ["kernels.py", "--table", "moda_ablation", "--divide", "64", "--rounds", "1", "--threads", "1"]
-    monkeypatch.setattr(sys, "argv", [*command, "--output", str(tmp_path / "results.json")])
-    assert kernels.main() == 0
-    text = capsys.readouterr().out
-    assert "| T 16, G 1, 1 entries |" in text
-    assert "naive PyTorch: 2128.9; flash: 13.102; flash and chunks: 6.286; flash, chunks and groups: 1.46 |" in text
 
 
 @pytest.mark.parametrize(

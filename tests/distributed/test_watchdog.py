@@ -159,18 +159,6 @@ def test_ranks_leave_quietly_rank_0_last(fleet):
     assert fleet.ended == {}
 
 
-@pytest.mark.slow
-def test_others_may_keep_running_after_rank_0_has_left(fleet):
-    fleet.start_all()
-    fleet.watchers[0].leave()
-    del fleet.server
-    fleet.watchers.pop(0)
-    time.sleep(2 * TIMEOUT)
-    assert fleet.ended == {}
-    fleet.watchers[1].leave()
-    fleet.watchers[2].fail(SystemExit(0))
-
-
 def test_a_single_rank_has_no_watchdog_and_a_mark_counts_the_phases_of_its_step():
     before = threading.active_count()
     with watch_ranks(Ranks(0, 0, 1, 1, "python"), 1.0, 1.0) as activity:

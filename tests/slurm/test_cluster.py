@@ -52,23 +52,17 @@ def test_extra_options_may_contain_commas_and_brackets():
         assert read_cluster([]).extra == options
 
 
-def test_tasks_equal_gpus_unless_given():
-    tasks = [
-        next(option for option in read_cluster(list(given)).options() if option.startswith("--ntasks-per-node"))
-        for given in (["gpus_per_node=4"], ["gpus_per_node=0"], ["gpus_per_node=0", "tasks_per_node=6"])
-    ]
-    assert tasks == ["--ntasks-per-node=4", "--ntasks-per-node=1", "--ntasks-per-node=6"]
-    assert not any(option.startswith("--gpus") for option in read_cluster(["gpus_per_node=0"]).options())
-
-
-def test_the_memory_of_a_rank_is_that_of_a_gpu_or_its_share_of_the_node():
-    for given, memory in (
-        (["gpu_memory=80"], 80_000_000_000),
-        (["gpus_per_node=0", "tasks_per_node=2", "mem=500G"], 250 * 2**30),
-        (["gpus_per_node=0", "mem=4096"], 4 * 2**30),
-        (["gpus_per_node=0", "mem=0"], None),
+def test_ranks_and_their_memory_are_those_of_the_gpus_or_of_the_node():
+    for given, tasks, memory in (
+        (["gpu_memory=80"], "8", 80_000_000_000),
+        (["gpus_per_node=0", "tasks_per_node=2", "mem=500G"], "2", 250 * 2**30),
+        (["gpus_per_node=0", "mem=4096"], "1", 4 * 2**30),
+        (["gpus_per_node=0", "mem=0"], "1", None),
     ):
-        assert read_cluster(given).memory_per_rank() == memory
+        cluster = read_cluster(given)
+        assert f"--ntasks-per-node={tasks}" in cluster.options()
+        assert cluster.memory_per_rank() == memory
+    assert not any(option.startswith("--gpus") for option in cluster.options())
 
 
 def test_all_mistakes_of_the_command_line_are_reported_with_their_keys():

@@ -18,7 +18,7 @@ from .run_files import losses
 
 MIXTURE = (
     "data.path=null", "data.sources={a: {files: '*-0*', weight: 3}, b: {files: '*-[123]*', weight: 1}}",
-    "training.max_steps=12",
+    "training.max_steps=8",
 )  # fmt: skip
 
 
