@@ -42,16 +42,11 @@ def test_the_table_shows_names_without_interpreting_markup(root, capsys):
 def test_the_table_shows_progress_gpu_hours_and_the_reason_of_a_failure(root, capsys):
     write_run(root, "gpu/begun", rows=4, environment_json=ON_GPUS)
     main(["gpu"], "depthlm runs")
-    lines = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[1] == ["run", "state", "model", "size", "step", "tokens/s", "left", "GPU hours", "to come", "tokens",
-                        "loss", "age"]  # fmt: skip
+    line = re.split(r"  +", capsys.readouterr().out.splitlines()[3].strip())
     # 20,000 tokens at 100 tokens/s on 8 GPUs, and 180,000 tokens to come
-    assert lines[3] == ["outputs/gpu/begun", "stopped", "vanilla", "micro", "40 / 400", "100", "30 min", "0.44", "4",
-                        "20K", "3.2500", "0 s"]  # fmt: skip
+    assert line[4:9] == ["40 / 400", "100", "30 min", "0.44", "4"]
     main(["failed"], "depthlm runs")
-    lines = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[1] == ["run", "state", "model", "size", "step", "tokens", "loss", "age", "reason"]
-    assert lines[3][-2:] == ["2 h", "diverged"]
+    assert capsys.readouterr().out.splitlines()[3].split()[-3:] == ["2", "h", "diverged"]
 
 
 def test_a_comparison_prints_results_and_differing_settings_and_draws_both_curves(root, capsys):

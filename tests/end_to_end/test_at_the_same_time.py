@@ -7,16 +7,13 @@ import pytest
 
 from depthlm.report import report
 from depthlm.runs.listing import list_runs
-from depthlm.runs.records import COMPLETE, RUNNING, read_metrics
+from depthlm.runs.records import COMPLETE, RUNNING
 
 from ..forks import Forked
 from ..pictures import quick_pictures
+from ..training.run_files import losses
 
 __all__ = ["quick_pictures"]
-
-
-def losses(run: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(run / "metrics.jsonl")]
 
 
 @pytest.mark.slow

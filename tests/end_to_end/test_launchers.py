@@ -9,17 +9,12 @@ import psutil
 import pytest
 
 from depthlm.locations import REPOSITORY
-from depthlm.runs.records import read_metrics
 
 from ..forks import environment_with
 from ..ranks import free_port
-from .test_train import wait_for_step
+from .test_train import curve, wait_for_step
 
 DEEPSPEED = str(Path(sys.executable).parent / "deepspeed")
-
-
-def rows(directory: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in read_metrics(directory / "metrics.jsonl")}
 
 
 @pytest.mark.slow
@@ -31,7 +26,7 @@ def test_torchrun_restarts_a_run_whose_worker_is_killed(small_run, tmp_path):
         wait_for_step(tmp_path / "run", 30, torchrun)
         psutil.Process(torchrun.pid).children()[-1].kill()
         assert torchrun.wait(timeout=200) == 0
-    assert rows(tmp_path / "run").keys() == set(range(1, 121))
+    assert curve(tmp_path / "run").keys() == set(range(1, 121))
     assert "resumed from checkpoints/step-" in (tmp_path / "run/train.log").read_text()
 
 
@@ -44,7 +39,7 @@ def test_deepspeeds_launcher_starts_two_ranks(small_run, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("started by deepspeed: 2 ranks on one node, rank 0 on cpu") == 1
-    assert rows(tmp_path / "run").keys() == {1, 2}
+    assert curve(tmp_path / "run").keys() == {1, 2}
 
 
 @pytest.mark.slow
@@ -65,4 +60,4 @@ def test_srun_starts_two_ranks_that_find_each_other(small_run, tmp_path, forks):
     assert "started by srun: 2 ranks on one node, rank 0 on cpu" in outputs[0]
     assert "they meet at localhost:" in outputs[0]
     assert outputs[1] == ""
-    assert rows(tmp_path / "run").keys() == {1, 2}
+    assert curve(tmp_path / "run").keys() == {1, 2}

@@ -5,13 +5,11 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from depthlm.runs.records import read_metrics
-
 from ..forks import Forked, Forks
+from .test_train import wait_for_step
 
 TIMEOUT = 2.0
 MISCHIEF = """
@@ -51,13 +49,6 @@ def two(small_run: Overrides, forks: Forks) -> Iterator[Start]:
         process.wait()
 
 
-def wait_for_step(directory: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
-    while max((row["step"] for row in read_metrics(directory / "metrics.jsonl")), default=0) < step:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def ends(process: Forked) -> tuple[float, str]:
     """Wait until this rank exits with 1; return the seconds it took and its output."""
     started = time.monotonic()
@@ -69,7 +60,7 @@ def ends(process: Forked) -> tuple[float, str]:
 # `python -m tests.chaos` also stops ranks
 def test_a_dead_rank_ends_the_other(two, tmp_path):
     ranks = two()
-    wait_for_step(tmp_path / "run", 3)
+    wait_for_step(tmp_path / "run", 3, ranks[0])
     ranks[1].send_signal(signal.SIGKILL)
     seconds, log = ends(ranks[0])
     assert seconds < TIMEOUT + 4
