@@ -18,14 +18,13 @@ Answer = tuple[int, Any]
 class Uploads:
     """Repositories of models that a user with the token may create and change.
 
-    Attributes: owners, whose repositories the token may write; private, the repositories that are; large, the suffixes
-    of the files that are uploaded by LFS; messages, of the commits; fails, by the end of a path, the status with which
-    the next request is refused; 200: answered with JSON that the API does not have.
+    Attributes: private, the repositories that are; large, the suffixes of the files that are uploaded by LFS; messages,
+    of the commits; fails, by the end of a path, the status with which the next request is refused; 200: answered with
+    JSON that the API does not have.
     """
 
     def __init__(self, hub: "FakeHub", folder: Path, token: str) -> None:
         self.hub, self.folder, self.token = hub, folder, token
-        self.owners = {"me"}
         self.private: set[str] = set()
         self.large = (".safetensors", ".png")
         self.messages: list[str] = []
@@ -70,8 +69,6 @@ class Uploads:
         return 200, {"files": [{"path": k, "uploadMode": mode, "shouldIgnore": False} for k, mode in modes.items()]}
 
     def _create(self, repo: str, visibility: str | None) -> Answer:
-        if repo.partition("/")[0] not in self.owners:
-            return 403, {"error": "You don't have the rights to create a model under this namespace"}
         url = {"url": f"{self.hub}/{repo}"}
         if self.hub.has(repo):
             return 409, url | {"error": "You already created this model repo"}
