@@ -11,7 +11,7 @@ from depthlm.config import mechanisms
 from .synthetic import losses
 
 GOLDEN = Path(__file__).parent / "golden"
-QUICK = ("moda", "attention_residuals")
+QUICK = ("attention_residuals",)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ CASES = {
     "weights in averages": "optimizer=schedule_free schedule=constant",
     "muon": "optimizer=muon",
 }
-QUICK = ("dropout", "loops", "experts", "one micro-batch")
+QUICK = ("dropout", "experts", "one micro-batch")
 
 
 class Rerun:

@@ -63,7 +63,11 @@ def unequal(overrides: list[str], prepare: Callable[[nn.Module], Any] = lambda _
     [
         (2, "precision=fp32"),
         pytest.param(1, "precision=bf16 deepspeed.communication_data_type=bf16", marks=pytest.mark.slow),
-        (2, "model.loops=2 backbone.tie_embeddings=true training.activation_checkpointing=true"),
+        pytest.param(
+            2,
+            "model.loops=2 backbone.tie_embeddings=true training.activation_checkpointing=true",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_gradients_equal_those_that_deepspeed_reduces(two_ranks, small_run, accumulation, kind):
