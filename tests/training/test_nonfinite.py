@@ -9,7 +9,7 @@ import torch
 
 import depthlm
 from depthlm.data import Batches, open_corpus
-from depthlm.runs.manifest import seal
+from depthlm.runs.manifest import Progress, seal
 from depthlm.runs.records import read_metrics
 from depthlm.runs.trackers import Trackers
 from depthlm.training import FAILED
@@ -184,6 +184,15 @@ def test_too_many_bad_batches_in_a_row_end_the_run_whether_or_not_it_was_resumed
     output = capsys.readouterr().out
     assert "3 bad batches in a row, the last at step 10: its loss is not finite" in output
     assert "training.max_skipped=2" in output
+
+
+def test_bad_batches_count_in_a_row_without_overflows_and_with_each_rewind_as_one():
+    for progress, count in (
+        (Progress(step=9, skipped=[3, 5, 7, 8, 9]), 3),
+        (Progress(step=9, skipped=[6, 7, 8, 9], overflows=[6, 8]), 2),
+        (Progress(step=9, skipped=[6, 7, 8, 9], rewound=[[5, 8]]), 2),
+    ):
+        assert progress.bad_in_a_row() == count, progress
 
 
 @pytest.mark.parametrize(
