@@ -104,7 +104,7 @@ def report(arguments: list[str], program: str) -> None:
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="experiment=<paper>/<name> and overrides as for train.py -m, or runs=a,b,c; to=<folder>; wandb=<project>",
+        help="experiment=<paper>/<name> and overrides as for train.py -m, or runs=a,b,c; to=<folder>",
     )
     parser.add_argument("--config-dir", help="a folder of configuration files in addition to conf/")
     parsed = parser.parse_intermixed_args(arguments)

@@ -1,14 +1,11 @@
-"""`python -m depthlm report`: writes report.md and its figures, prints the main table, and uploads them to W&B."""
+"""`python -m depthlm report`: writes report.md and its figures, and prints the main table."""
 
 import difflib
-import hashlib
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from depthlm.config.names import report_name
-from depthlm.config.schema import Tracker
 from depthlm.console import stdout_console
 from depthlm.counts import format_count
 from depthlm.errors import UserError
@@ -21,19 +18,17 @@ from depthlm.report.figures.loss_curves import panels_of
 from depthlm.report.runs_report import NO_DIFFERENCE, REPORT, SETTINGS, find_runs, holds_run, runs_report
 from depthlm.report.sweep import Sweep, read_sweep, with_baseline
 from depthlm.report.sweep_report import results_table, sweep_report
-from depthlm.report.tables import DASH, MISSING, Table, show
+from depthlm.report.tables import Table, show
 from depthlm.runs.listing import run_folders
 from depthlm.runs.records import WAITING, RunRecord
-from depthlm.runs.weights_and_biases import init as init_wandb
 from depthlm.streams import printable
 from depthlm.sweeps.best import undecided_text
 
 USAGE = (
     "give the overrides of train.py -m, with experiment=<paper>/<name> or without, or a folder of runs; "
-    "baseline=<row or setting> sets what the others are compared with, to=<folder> the folder of the report, and "
-    "wandb=<project> uploads it to Weights & Biases"
+    "baseline=<row or setting> sets what the others are compared with, and to=<folder> the folder of the report"
 )
-OPTIONS = ("to=", "runs=", "wandb=", "baseline=")
+OPTIONS = ("to=", "runs=", "baseline=")
 REPORT_COMMAND = command("-m depthlm report", "report")
 
 
@@ -44,9 +39,7 @@ def report(arguments: Sequence[str], config_dir: str | Path | None = None) -> Pa
     """
     options = dict(text.split("=", 1) for text in arguments if text.startswith(OPTIONS))
     overrides = [text for text in arguments if not text.startswith(OPTIONS)]
-    to, project, baseline = options.get("to"), options.get("wandb"), options.get("baseline")
-    if project is not None and (project.count("/") > 1 or "" in project.split("/")):
-        raise UserError(f"wandb={project}: must be <project> or <team>/<project>")
+    to, baseline = options.get("to"), options.get("baseline")
     folders = [text for text in overrides if "=" not in text]
     if "runs" in options or folders:
         settings = [text for text in overrides if "=" in text]
@@ -55,17 +48,16 @@ def report(arguments: Sequence[str], config_dir: str | Path | None = None) -> Pa
         runs = find_runs(folders or options["runs"].split(","), "" if folders else "runs=")
         is_inside = len(folders) == 1 and not holds_run(Path(folders[0]))
         folder = Path(folders[0] if is_inside else "outputs") / report_name([], baseline)
-        return report_runs(runs, to or folder, project=project, baseline=baseline)
+        return report_runs(runs, to or folder, baseline=baseline)
     if not overrides:
         raise UserError(USAGE)
-    return _report_sweep(overrides, config_dir, to, project, baseline)
+    return _report_sweep(overrides, config_dir, to, baseline)
 
 
 def _report_sweep(
     overrides: Sequence[str],
     config_dir: str | Path | None,
     to: str | None,
-    project: str | None,
     baseline: str | None,
 ) -> Path:
     sweep = with_baseline(read_sweep(overrides, config_dir), baseline)
@@ -76,7 +68,7 @@ def _report_sweep(
     else:
         path, tables = _write(folder, lambda: sweep_report(sweep, folder, panels_of(sweep)))
     waiting = [f"{undecided_text(sweep.undecided)}."] if sweep.undecided else []
-    _show(path, tables, [*warnings(sweep), f"{state_line(sweep.runs)}.", *waiting], project)
+    _show(path, tables, [*warnings(sweep), f"{state_line(sweep.runs)}.", *waiting])
     if all(run.state == WAITING for run in sweep.runs):
         print(_describe_untrained(overrides, config_dir, sweep))
     return path
@@ -101,20 +93,18 @@ def report_runs(
     runs: Sequence[RunRecord],
     to: str | Path,
     option: str = "to=",
-    project: str | None = None,
     baseline: str | None = None,
 ) -> Path:
     """Write the report of these runs to a folder, print their results and the settings in which they differ.
 
-    option: where the user gave the folder, for messages. project: of W&B, to which it is uploaded. baseline: the row
-    with which the others are compared; None: vanilla. Returns the path of report.md. Raises UserError if it cannot be
-    written or uploaded.
+    option: where the user gave the folder, for messages. baseline: the row with which the others are compared; None:
+    vanilla. Returns the path of report.md. Raises UserError if it cannot be written.
     """
     folder = Path(to)
     path, tables = _write(folder, lambda: runs_report(runs, folder, baseline), option)
     differ = any(table.title == SETTINGS for table in tables)
     notes = [f"{NO_DIFFERENCE}."] if len(runs) > 1 and not differ else []
-    _show(path, tables, [*notes, f"{state_line(runs)}."], project)
+    _show(path, tables, [*notes, f"{state_line(runs)}."])
     return path
 
 
@@ -146,8 +136,8 @@ def _write(folder: Path, write: Callable[[], tuple[str, list[Table]]], option: s
     return path, tables
 
 
-def _show(path: Path, tables: Sequence[Table], notes: Sequence[str], project: str | None) -> None:
-    """Print the tables and where the report is, and upload it if there is a project."""
+def _show(path: Path, tables: Sequence[Table], notes: Sequence[str]) -> None:
+    """Print the tables and where the report is."""
     console = stdout_console()
     if not console.is_terminal:
         # no line wrapping in a file
@@ -159,61 +149,3 @@ def _show(path: Path, tables: Sequence[Table], notes: Sequence[str], project: st
         lines.append(f"figures in the same folder: {pictures}")
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
-    if project is not None:
-        console.print(f"W&B: {upload(path, tables, project)}", markup=False, soft_wrap=True)
-
-
-def upload(path: Path, tables: Sequence[Table], project: str) -> str:
-    """Upload report.md, its tables and its figures to a W&B project, or write them offline without a key.
-
-    project: `project` or `team/project`. Returns where they are now. Raises UserError if W&B fails.
-    """
-    import wandb
-
-    folder = path.parent
-    entity, _, name = project.rpartition("/")
-    # one run per folder of a report, so that W&B shows a report as it is now, and its earlier states as steps
-    identity = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
-    run = init_wandb(
-        Tracker(project=name), entity=entity or None, job_type="report", name=str(folder), id=identity, dir=folder
-    )
-    if run is None:
-        raise UserError(f"wandb={project}: W&B did not start (see the warnings above); the report is in {folder}")
-    try:
-        figures = {file.stem: wandb.Image(str(file)) for file in sorted(folder.glob("*.png"))}
-        run.log({**wandb_tables(tables), **figures})
-        artifact = wandb.Artifact(f"report-{identity}", type="report")
-        for file in (path, *sorted(folder.glob("*.png"))):
-            artifact.add_file(str(file))
-        run.log_artifact(artifact)
-        run.finish()
-    except Exception as error:
-        raise UserError(f"wandb={project}: W&B failed ({error}); the report itself is in {folder}") from None
-    return f"offline in {folder / 'wandb'}; `wandb sync` uploads it" if run.offline else str(run.url)
-
-
-def wandb_tables(tables: Sequence[Table]) -> dict[str, Any]:
-    """Return the tables of W&B by name, with numbers as numbers, so that they can be sorted and plotted there.
-
-    Of the tables without a title, the first has the results, the others settings.
-    """
-    import wandb
-
-    untitled = iter(["results", "settings", *(f"settings {number}" for number in range(2, len(tables)))])
-    by_name = {}
-    for table in tables:
-        rows = [
-            [cell.text if is_text else _value(cell.text) for cell, is_text in zip(row, table.is_text, strict=True)]
-            for row in table.rows
-        ]
-        by_name[table.title or next(untitled)] = wandb.Table(columns=table.head, data=rows, allow_mixed_types=True)
-    return by_name
-
-
-def _value(text: str) -> float | str | None:
-    if text in (DASH, MISSING):
-        return None
-    try:
-        return float(text.replace(",", ""))
-    except ValueError:
-        return text

@@ -92,7 +92,7 @@ def check(command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
         return
     if command == "submit":
         read_cluster([word.removeprefix("slurm.") for word in arguments if word.startswith("slurm.")])
-    left_out = (*OF_A_RUN, "slurm.", "hydra/", *(("to=", "wandb=", "baseline=") if command == "report" else ()))
+    left_out = (*OF_A_RUN, "slurm.", "hydra/", *(("to=", "baseline=") if command == "report" else ()))
     overrides = [word for word in arguments if not word.startswith(left_out)]
     if is_sweep:
         points = sweep_points(overrides)

@@ -1,6 +1,5 @@
 """`runs=`: any run directories side by side."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from depthlm.config.keys import flatten
 from depthlm.errors import UserError
 from depthlm.report import report
 from depthlm.report.runs_report import distinguishing_settings, find_runs
-from tests.runs.wandb_file import records
 
 from .made_up import row, write_run
 
@@ -137,24 +135,3 @@ def test_what_follows_from_a_size_or_an_option_is_not_in_the_name_of_a_row():
     assert labels(["size=micro", "optimizer.lr=1e-3"], ["size=nano_60k"]) == ["micro, lr 1e-3", "nano_60k, lr 0.024"]
     lengths = labels(["training.max_steps=9", "model=mhc"], ["training.max_tokens=1M"])
     assert lengths == ["mhc, max_steps 9", "vanilla, max_tokens 1M"]
-
-
-@pytest.mark.usefixtures("rendered")
-def test_a_report_is_uploaded_to_wandb_with_numbers_that_can_be_plotted(monkeypatch, capsys):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    write_run("outputs/a/base", 3.0, config={"optimizer": {"lr": 0.1}})
-    write_run("outputs/b/base", 2.5, config={"optimizer": {"lr": 0.2}})
-    for _ in range(2):
-        report(["runs=outputs/a/base,outputs/b/base", "to=report", "wandb=team/depthlm"])
-    assert "offline in report/wandb; `wandb sync` uploads it" in capsys.readouterr().out
-    written = records(Path("report/wandb"))
-    runs = [record.run for record in written if record.HasField("run")]
-    assert {(run.entity, run.project, run.job_type) for run in runs} == {("team", "depthlm", "report")}
-    # the second upload continues the run of the first
-    assert len({run.run_id for run in runs}) == 1
-    logged = [record.artifact for record in written if record.HasField("artifact")]
-    assert {"report.md", "loss_curves.png"} <= {file.path for file in logged[-1].manifest.contents}
-    tables = {file.name.partition("_")[0].split()[0]: file for file in Path("report/wandb").rglob("*.table.json")}
-    assert set(tables) == {"Results", "Settings"}
-    content = json.loads(tables["Results"].read_text())
-    assert content["data"][0][content["columns"].index("validation loss ↓")] == 2.5
