@@ -64,9 +64,11 @@ def test_a_run_must_match_every_filter(root):
         assert listed(root, *filters.split()) == names.split(), filters
 
 
-def test_folders_that_are_not_runs_are_not_listed(root):
+def test_folders_that_are_not_runs_and_links_to_folders_are_not_listed(root, tmp_path):
     write_run(root, "sweep/.slurm/0001/code/conf")
     write_run(root, "default/base/wandb/offline-run-1/files")
+    write_run(tmp_path / "elsewhere", "linked")
+    (root / "link").symlink_to(tmp_path / "elsewhere")
     assert len(list_runs(root)) == 4
     # an ignored name counts only below the root
     write_run(Path("wandb/mine"), "base")
@@ -106,6 +108,9 @@ def test_a_comparison_selects_runs_by_any_value(root):
         "age>1d default": "default/base",
         "deterministic=false": "default/base",
         "init_from=null": "default/base",
+        # a flag is no number, and null has no order
+        "deterministic=0": "",
+        "init_from<1": "",
     }.items():
         assert listed(root, *filters.split()) == names.split(), filters
 
@@ -124,6 +129,7 @@ def test_a_filter_that_cannot_be_right_is_an_error(root):
         "lr>1": "did you mean `optimizer.lr`?",
         "validaton_loss<3": "did you mean `validation_loss`?",
         "age<2": "s, m, h or d",
+        "age<-2d": "s, m, h or d",
         "loss<low": "needs a number",
         "": "an empty filter",
         "state!=": "nothing to compare state with",
@@ -158,31 +164,6 @@ def test_links_to_folders_and_folders_that_are_being_removed_are_not_listed(root
     assert len(list_runs(root)) == 4
 
 
-def test_a_directory_of_pipes_devices_and_odd_files_is_one_row(root):
-    for name in ("pipe", "device", "deep", "flow", "huge", "surrogate"):
-        (root / name).mkdir()
-        (root / name / "summary.json").write_text('{"steps": 1, "validation_loss": 2.5, "note": "\\ud800"}')
-    os.mkfifo(root / "pipe/config.yaml")
-    os.mkfifo(root / "pipe/metrics.jsonl")
-    (root / "device/config.yaml").symlink_to("/dev/zero")
-    (root / "device/metrics.jsonl").symlink_to("/dev/zero")
-    (root / "deep/config.yaml").write_text("".join(f"{' ' * n}a:\n" for n in range(3000)))
-    (root / "flow/config.yaml").write_text("[" * 1_000_000)
-    with (root / "huge/config.yaml").open("wb") as file:
-        file.truncate(2**40)
-    with (root / "huge/metrics.jsonl").open("wb") as file:
-        file.write(b'{"step": 3, "loss": 1.5}\n')
-        file.truncate(2**27)
-    (root / "surrogate/config.yaml").write_text('model: {name: "\\ud800"}\n')
-    start = time.monotonic()
-    runs = {Path(run.directory).name: run for run in list_runs(root)}
-    assert time.monotonic() - start < 20
-    assert runs.keys() >= {"base", "pipe", "device", "deep", "flow", "huge", "surrogate"}
-    assert runs["base"].model == "vanilla"
-    assert all(runs[name].model == "?" and runs[name].validation_loss == 2.5 for name in ("pipe", "deep", "flow"))
-    assert runs["huge"].loss == 1.5
-
-
 KEYS = st.from_regex(r"[a-z_]{1,8}(\.[a-z_]{1,8}){0,2}", fullmatch=True).filter(lambda key: key != "age")
 SIGNS = {
     "=": lambda a, b: a == b,
@@ -209,35 +190,3 @@ def test_any_text_is_a_comparison_a_word_or_the_users_mistake(text):
     with suppress(UserError):
         comparison = parse_comparison(text)
         assert comparison is None or isinstance(comparison.matches({comparison.key: 1.0}), bool)
-
-
-def test_an_age_has_a_unit_and_a_bound_is_a_number():
-    for text, seconds in {"30s": 30, "5m": 300, "1.5h": 5400, "2d": 172_800, "2 d": 172_800}.items():
-        comparison = parse_comparison(f"age < {text}")
-        assert comparison is not None
-        assert comparison.number == seconds
-        assert comparison.matches({"age": seconds - 1})
-        assert not comparison.matches({"age": seconds})
-    for text in ("age<2", "age<d", "age=today", "age<-2d", "loss<", "loss>=low", "state<failed"):
-        with pytest.raises(UserError, match="number"):
-            parse_comparison(text)
-    for text in ("mhc", "outputs/sweep/*", "*/lr=0.1", "360m", "[=]"):
-        assert parse_comparison(text) is None
-
-
-def test_text_flags_and_lists_are_compared_as_they_are_written():
-    for text, value, matches in (
-        ("k=nano_*", "nano_60k", True),
-        ("k=NANO_*", "nano_60k", False),
-        ("k!=nano_*", "nano_60k", False),
-        ("k=[a]", "[a]", True),
-        ("k=true", True, True),
-        ("k=1", True, False),
-        ("k=null", None, True),
-        ("k<1", None, False),
-        ("k<1", "0", False),
-        ("k=[0.9,0.95]", [0.9, 0.95], True),
-    ):
-        comparison = parse_comparison(text)
-        assert comparison is not None
-        assert comparison.matches({"k": value}) == matches

@@ -27,25 +27,18 @@ def test_hours_are_those_of_all_gpus_and_the_rest_is_estimated_from_the_newest_r
     assert progress.remaining_gpu_hours == pytest.approx(8 * 280 / 3600)
 
 
-def test_a_complete_run_has_the_numbers_of_its_summary(tmp_path):
-    summary = {"steps": 400, "tokens_per_second": 50.0, "wall_seconds": 3600.0}
-    run = write_run(tmp_path, "run", rows=2, environment_json=ON_GPUS, summary_json=json.dumps(summary))
-    assert progress_of(read_run(run)).texts() == {
-        "step": "400 / 400", "tokens/s": "50", "left": "", "GPU hours": "8", "to come": "",
-    }  # fmt: skip
-
-
-def test_a_cpu_has_no_gpu_hours_and_missing_files_no_numbers(tmp_path):
+def test_a_cpu_has_no_gpu_hours_missing_files_no_numbers_and_a_complete_run_those_of_its_summary(tmp_path):
     on_cpu = write_run(tmp_path, "cpu", rows=2, environment_json=ON_GPUS.replace("cuda", "cpu"))
     assert progress_of(read_run(on_cpu)).texts() | {"left": ""} == {
         "step": "20 / 400", "tokens/s": "100", "left": "", "GPU hours": "", "to come": "",
     }  # fmt: skip
     assert {*progress_of(read_run(tmp_path / "none")).texts().values()} == {""}
-    # rows without numbers count no time
-    run = write_run(tmp_path, "run", rows=2, environment_json=ON_GPUS)
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 30, "loss": null, "tokens": null, "tokens_per_second": "fast"}\n')
-    assert progress_of(read_run(run)).gpu_hours == pytest.approx(8 * 100 / 3600)
+    # a complete run has those of its summary
+    summary = {"steps": 400, "tokens_per_second": 50.0, "wall_seconds": 3600.0}
+    run = write_run(tmp_path, "run", rows=2, environment_json=ON_GPUS, summary_json=json.dumps(summary))
+    assert progress_of(read_run(run)).texts() == {
+        "step": "400 / 400", "tokens/s": "50", "left": "", "GPU hours": "8", "to come": "",
+    }  # fmt: skip
 
 
 def test_a_sweep_ends_with_its_gpu_hours(tmp_path, capsys):

@@ -153,14 +153,10 @@ def logged(*rows: tuple[int, float | None, int | None]) -> list[dict[str, Any]]:
             logged((10, 5.0, 10), (20, 4.0, 10), (25, 7.0, 5), (30, 2.0, 5), (40, 2.0, 10)),
             [(500, 5.0), (1500, 4.0), (2500, 4.5), (3500, 2.0)],
         ),
-        # a run whose length is no multiple of the interval
-        (logged((10, 5.0, 10), (20, 4.0, 10), (30, 3.0, 10), (31, 14.0, 1)), [(500, 5.0), (1500, 4.0), (2550, 4.0)]),
         # no update in an interval
         (logged((10, 5.0, 10), (20, None, 0), (30, 3.0, 10)), [(500, 5.0), (1500, None), (2500, 3.0)]),
         # a fork at step 1000
         (logged((1010, 5.0, 10), (1020, 4.0, 10)), [(100_500, 5.0), (101_500, 4.0)]),
-        # rows without the number of updates
-        (logged((10, 5.0, None), (20, 4.0, None)), [(500, 5.0), (1500, 4.0)]),
     ],
 )
 def test_every_point_of_a_loss_curve_is_a_mean_over_a_whole_interval(rows, points):

@@ -22,13 +22,7 @@ def test_the_mean_needs_a_finite_loss_of_every_set():
     assert ValidationLosses({"a": 1.0, "b": None}).mean is None
     assert ValidationLosses({}).mean is None
     assert not ValidationLosses.of_row({"step": 1, "loss": 2.0, "validation/loss": 1.0})
-
-
-def test_each_set_has_a_loss_and_a_perplexity_in_a_row():
-    assert ValidationLosses({"a/b": math.log(7)}).row() == {
-        "validation/a/b/loss": math.log(7),
-        "validation/a/b/perplexity": pytest.approx(7),
-    }
+    assert ValidationLosses({"a/b": math.log(7)}).row()["validation/a/b/perplexity"] == pytest.approx(7)
 
 
 def test_a_value_that_is_not_a_finite_number_is_none():

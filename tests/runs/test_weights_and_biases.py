@@ -1,13 +1,10 @@
 """W&B gets what a run records, and its failures never stop a run."""
 
 import json
-import os
-import subprocess
+import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +88,6 @@ def test_a_service_that_fails_stops_with_a_single_warning(warnings, tmp_path):
     tracker.close({"loss": 1.0})
     advice = f"metrics.jsonl is still written, and `wandb sync` uploads what is in {tmp_path}/wandb"
     assert warnings == [f"W&B stopped (No space left on device); {advice}"]
-    failing = tracked(Run(fails=True), tmp_path)
-    failing.close({"loss": 1.0})
-    assert len(warnings) == 2
 
 
 def test_a_call_that_hangs_delays_neither_steps_nor_the_end(warnings, tmp_path, monkeypatch):
@@ -150,94 +144,33 @@ def test_a_service_that_dies_does_not_delay_the_run(warnings, tmp_path):
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{tracker.id}"))) in (1, 2)
 
 
-@pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="mounts a small disk")
-def test_a_full_disk_does_not_stop_the_run(tmp_path, capfd):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", disk]).returncode:
-        pytest.skip("may not mount")
-    try:
-        tracker = start(disk, None, mode="offline")
-        started = time.monotonic()
-        with (disk / "filler").open("wb", buffering=0) as filler, suppress(OSError):
-            while True:
-                filler.write(b"0" * 4096)
-        for step in range(500):
-            tracker.write({"step": step, **{f"loss/{i}": float(step) for i in range(20)}})
-        tracker.close({"loss": 1.0})
-        assert time.monotonic() - started < 15
-        assert "Traceback" not in capfd.readouterr().err
-    finally:
-        give_up()
-        for service in services():
-            service.kill()
-            service.wait()
-        subprocess.run(["umount", "-l", disk], check=True)
-
-
-class Server(BaseHTTPRequestHandler):
-    """A server that answers only the calls that start a W&B run; if `silent` is set, it answers none."""
-
-    silent = threading.Event()
-
-    def do_POST(self) -> None:
-        asked = self.rfile.read(int(self.headers["content-length"])).decode()
-        if self.silent.is_set() or "graphql" not in self.path or "CreateRunFiles" in asked:
-            threading.Event().wait()
-        project = {"id": "p", "name": "depthlm", "entity": {"id": "e", "name": "me"}}
-        run = {"id": "r", "name": "run", "displayName": "name", "config": "{}", "project": project}
-        data: dict[str, Any] = {"model": {"id": "p", "bucket": None}, "project": {"run": None}}
-        if "upsertBucket" in asked:
-            data = {"upsertBucket": {"bucket": run, "inserted": True}}
-        answer = json.dumps({"data": data}).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing."""
-
-
-@pytest.mark.parametrize("silent", [False, True], ids=["at the end", "from the start"])
-def test_waiting_for_a_server_that_does_not_answer_is_limited(warnings, tmp_path, monkeypatch, silent):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(Server, "silent", threading.Event())
-    if silent:
-        Server.silent.set()
-    monkeypatch.setattr(service, "FINISH", 0.4)
+def test_waiting_for_a_server_that_does_not_answer_is_limited(warnings, tmp_path, monkeypatch):
     monkeypatch.setattr(weights_and_biases, "ANSWER", 1)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     give_up()  # a service of an earlier test uses another server
     started = time.monotonic()
-    tracker = start(tmp_path, None, mode="online")
-    assert tracker.services
-    for step in range(5):
-        tracker.write({"step": step, "loss": 1.0})
-    tracker.close({"loss": 1.0})
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        tracker = start(tmp_path, None, mode="online")
+        tracker.write({"step": 1, "loss": 1.0})
+        tracker.close({"loss": 1.0})
     assert time.monotonic() - started < 10
-    server.shutdown()
-    expected = "W&B online failed" if silent else "W&B stopped (it did not finish within 0 s)"
     assert len(warnings) == 1
-    assert warnings[0].startswith(expected)
+    assert warnings[0].startswith("W&B online failed")
 
 
 def test_the_api_key_is_found_in_the_environment_or_in_netrc(monkeypatch, tmp_path):
     for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert not has_key()
     file = tmp_path / ".netrc"
-    file.write_text("machine example.org login user password secret\n")
-    file.chmod(0o600)
-    assert not has_key()
-    file.write_text("machine api.wandb.ai login user password secret\n")
-    assert has_key()
+    for host, is_found in (("example.org", False), ("api.wandb.ai", True)):
+        file.write_text(f"machine {host} login user password secret\n")
+        file.chmod(0o600)
+        assert has_key() == is_found
     file.unlink()
+    assert not has_key()
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     assert has_key()
 
