@@ -13,7 +13,7 @@ from depthlm.mechanisms.moda import Moda
 from depthlm.mechanisms.residual import Residual
 from depthlm.report.figures.charts import _lines, _settings
 from depthlm.report.figures.heatmap import cells_of, panels_of
-from depthlm.report.figures.style import OTHERS, Mechanism, mechanism_of
+from depthlm.report.figures.style import OTHERS, mechanism_of
 from depthlm.report.rows import Row, measure_column, order_values, setting, setting_title
 from depthlm.sweeps.point import Point
 
@@ -102,58 +102,32 @@ def test_without_numbers_no_figure_is_drawn_and_an_old_one_is_removed():
         assert not Path(f"report/{figure}.png").exists()
 
 
-def test_the_stamp_has_the_budget_the_seeds_and_whether_numbers_are_comparable():
-    version = f"depthlm {depthlm.__version__}"
-    of = experiment(points=[{"model": ["vanilla", "dca"], "paper": {"loss": 3.0}}], columns=LOSS)
-    assert sweep(of).stamp() == f"made_up, budget paper, no complete run, {version}"
-    write_run(directories(of)[0])
-    stamp = f"made_up, budget paper, 40K tokens, 1 seed, {version}"
-    assert sweep(of).stamp() == sweep(of).stamp(beside_paper=True) == stamp
-    seeds = ["1", "2", "3"]
-    for number, directory in enumerate(directories(of, "smoke", seeds)):
-        write_run(directory, done=0.5 if number == 5 else 1, tokens=188_416 if number else 1_908_736)
-    stamp = f"made_up, budget smoke, 188.4K to 1.909M tokens, 2 to 3 seeds, {version}"
-    assert sweep(of, "smoke", seeds).stamp() == stamp
-    not_comparable = "; not comparable with the paper's numbers"
-    assert sweep(of, "smoke", seeds).stamp(beside_paper=True) == f"ours: {stamp}{not_comparable}"
-    changed = replace(sweep(of), changed=["size=micro"]).stamp(beside_paper=True)
-    assert "budget paper with a changed protocol, " in changed
-    assert changed.endswith(not_comparable)
-
-
 @pytest.mark.parametrize("figure", ["bars", "lines", "heatmap", "scaling"])
-def test_every_figure_has_a_stamp(figure, monkeypatch):
+def test_every_figure_ends_with_what_it_is_of_and_whether_it_is_comparable(figure, monkeypatch):
     shape = {"size.num_layers": [2, 4], "size.hidden_size": 64}
     points = [{"label": label, "model": label, **shape, "paper": {"loss": 3.0}} for label in ("vanilla", "dca")]
     of = experiment(points=points, columns=LOSS, figure=figure, x="size.num_layers", y="size.hidden_size")
-    for directory in directories(of, "smoke"):
-        write_run(directory)
+    for number, directory in enumerate(directories(of, "smoke", ["1", "2"])):
+        write_run(directory, done=0.5 if number == 7 else 1, tokens=188_416 if number else 1_908_736)
     figures = keep_figures(monkeypatch)
-    reported(of, "smoke")
-    stamps = {name: drawn.texts[-1].get_text() for name, drawn in figures.items()}
-    own = f"made_up, budget smoke, 40K tokens, 1 seed, depthlm {depthlm.__version__}"
+    reported(of, "smoke", ["1", "2"])
+    stamps = {name: drawn.texts[-1].get_text().partition("; error bars")[0] for name, drawn in figures.items()}
+    own = f"made_up, budget smoke, 188.4K to 1.909M tokens, 1 to 2 seeds, depthlm {depthlm.__version__}"
     beside = f"ours: {own}; not comparable with the paper's numbers"
     assert stamps == {figure: own if figure == "scaling" else beside, "equal_cost": own, "loss_curves": own}
-
-
-def mechanism(settings: dict[str, str]) -> Mechanism:
-    return mechanism_of(Point([], settings))
-
-
-def colour_of(**settings: str) -> str:
-    return mechanism({name.replace("__", "/"): value for name, value in settings.items()}).colour
+    assert "budget smoke with a changed protocol, " in replace(sweep(of, "smoke"), changed=["size=micro"]).stamp()
 
 
 def test_the_colour_of_a_mechanism_is_that_of_its_class():
-    assert colour_of(model="dca") == colour_of(model="grn_v1") == DeepCrossAttention.colour
+    def colour_of(**settings: str) -> str:
+        return mechanism_of(Point([], {name.replace("__", "/"): value for name, value in settings.items()})).colour
+
+    assert colour_of(model="grn_v1") == DeepCrossAttention.colour
     assert colour_of(model="uniform_mix") == colour_of(model__attention="depth_attention") == DepthAttention.colour
-    assert colour_of(model="vanilla") == colour_of() == Residual.colour
+    assert colour_of() == Residual.colour
     assert colour_of(model__connection="dca", model__attention="depth_attention") == DeepCrossAttention.colour
     assert colour_of(model__connection="rezero", model__attention="moda") == Moda.colour
-    alone = mechanism({"model/connection": "rezero"})
-    assert alone.name == "rezero"
-    assert alone.colour == colour_of(model__connection="rezero") in OTHERS
-    assert mechanism({"model": "vanilla", "model/connection": "my_own"}).colour in OTHERS
+    assert {colour_of(model__connection="rezero"), colour_of(model="vanilla", model__connection="my_own")} <= {*OTHERS}
 
 
 def test_bars_of_another_protocol_have_the_papers_numbers_in_a_panel_of_their_own(monkeypatch):

@@ -9,15 +9,12 @@ from depthlm.config.experiment import Column, Experiment
 from depthlm.report.rows import (
     Measured,
     Row,
-    by_seed,
     difference,
     gather,
     measure_column,
-    number,
     pool_deviations,
 )
 from depthlm.report.sweep import Sweep
-from depthlm.runs.records import read_run
 from depthlm.sweeps import Point, sweep_points
 
 from .made_up import write_run
@@ -76,24 +73,6 @@ def test_differences_are_taken_between_runs_of_one_seed():
     # without a common seed, the means
     base, other = rows(point("A", "vanilla-1", model="a", seed="1"), point("B", "moda-1", model="b", seed="2"))
     assert difference(other, base, LOSS) == Measured(pytest.approx(-0.1), None, 0)
-
-
-def test_a_value_that_is_not_a_finite_number_is_none():
-    for value in (None, float("nan"), float("inf"), "3.1", [1]):
-        assert number(read_run(write_run(home("a"), validation_loss=value)), "validation_loss") is None
-
-
-def test_incomplete_and_foreign_files_give_no_validation_number():
-    write_run(home("a"))
-    (home("a") / "metrics.jsonl").write_text(
-        '{"step": 1, "tokens": 9, "loss": 2.0}\n[1]\n12\n{"other": 1}\n{"step": 2, "to'
-    )
-    for summary in ("{", "[1]", "", '{"validation_loss": 1.0}', "\x00\x00"):
-        (home("a") / "summary.json").write_text(summary)
-        (row,) = rows(point("A", "a"))
-        assert [logged["step"] for logged in row.runs[0].rows] == [1]
-        assert by_seed(row, Column(metric="validation_loss", at=0.5)) == {}
-        assert by_seed(row, Column(metric="training_perplexity")) == {}
 
 
 def test_a_row_is_compared_with_the_baseline_of_its_size():

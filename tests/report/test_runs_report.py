@@ -51,15 +51,11 @@ def test_the_seeds_that_choose_a_setting_are_apart_from_those_that_report():
     text = report(["outputs"]).read_text()
     assert row(text, "vanilla")[:2] == ["2", "3.0500 \\[2.4147, 3.6853\\]"]
     assert row(text, "vanilla, seeds that choose")[:2] == ["1", "1.0000 \\[0.1015, 1.8985\\]"]
-
-
-def test_an_extended_run_is_apart_from_one_that_was_as_long_from_the_start():
-    for seed in (1, 2):
-        write_run(f"outputs/{seed}", config={"seed": seed})
+    # an extended run is apart from one that was as long from the start
     for step in (20, 30):
-        Path(f"outputs/2/summary-step-{step:08d}.json").write_text("{}")
+        Path(f"outputs/vanilla-tiny-seed2/summary-step-{step:08d}.json").write_text("{}")
     text = report(["outputs"]).read_text()
-    assert [row(text, label)[0] for label in ("extended_at 20,30, seed 2", "vanilla, seed 1")] == ["1", "1"]
+    assert {row(text, label)[0] for label in ("extended_at 20,30, seed 2", "vanilla, seed 1")} == {"1"}
 
 
 def test_runs_of_few_updates_are_called_a_trial(monkeypatch):
@@ -100,7 +96,6 @@ def test_a_path_without_runs_is_an_error_and_a_run_named_twice_is_reported_once(
         "outputs/bsae": "no such folder; did you mean `base`?",
         "outputs/empty": "this folder contains no run",
         "outputs/x*": "no run directory matches this pattern",
-        "": "name run directories",
         ",": "name run directories",
         "outputs/base,nowhere/at/all": "runs=nowhere/at/all: no such folder",
     }.items():

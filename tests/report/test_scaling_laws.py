@@ -95,7 +95,6 @@ def test_below_an_r2_of_0_9_no_fit_is_drawn_and_no_savings_are_printed():
     ("losses", "compute", "note"),
     [
         ([], [], "no point is complete"),
-        ([3.0, 2.9], [1.0, 1.01], "differs only by a factor of 1.01"),
         ([3.0, 2.9], [1.0, 2.0], "the fit goes through two points"),
         ([2.9, 3.0], [1.0, 2.0], "does not fall with its compute, so no saving"),
     ],
@@ -173,11 +172,6 @@ def test_a_law_is_usable_if_it_surely_falls_and_explains_the_variance():
         law = fit_power_law([1.0, 2.0, 4.0][: len(losses)], losses)
         assert law is not None
         assert law.usable is is_usable
-
-
-def test_students_t_agrees_with_printed_tables():
-    assert [round(student_t(freedom), 3) for freedom in (1, 2, 4, 10)] == [12.706, 4.303, 2.776, 2.228]
-    assert round(student_t(10, 0.99), 3) == 3.169
 
 
 def test_the_interval_of_a_ratio_covers_it_as_often_as_it_says():
