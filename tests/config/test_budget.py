@@ -1,26 +1,16 @@
 """Budgets: the settings that they reduce, and those that they preserve."""
 
-from dataclasses import replace
-
 import pytest
 
 from depthlm.config import compose, compose_anywhere, run_steps, warmup_steps
-from depthlm.config.resolve import divide_width, matrices
+from depthlm.config.resolve import matrices
 from depthlm.config.schema import Config
-from depthlm.sweeps import sweep_points
 
-FORTY_EIGHT = ["size=1.5b", "training.max_steps=15625", "training.batch_size=1024", "data=pile", "precision=fp16"]
 MINE = "experiment=depth_attention/mixing_rule"
 
 
 def of(*overrides: str) -> Config:
     return compose_anywhere([MINE, *overrides, "output_dir=any"])
-
-
-def test_the_paper_budget_changes_nothing():
-    plain, asked = compose_anywhere(FORTY_EIGHT), compose_anywhere([*FORTY_EIGHT, "budget=paper"])
-    asked = replace(asked, output_dir=plain.output_dir)
-    assert plain == asked
 
 
 def test_smoke_preserves_depth_mechanism_and_heads_and_needs_no_download():
@@ -32,6 +22,8 @@ def test_smoke_preserves_depth_mechanism_and_heads_and_needs_no_download():
     assert (smoke.precision.name, smoke.deepspeed.stage) == ("fp32", 0)
     assert smoke.training.batch_size * smoke.training.sequence_length == 256
     assert run_steps(smoke) == 12
+    assert smoke.schedule.warmup_ratio == paper.schedule.warmup_ratio
+    assert smoke.training.validate_every in (3, 4)
     # the micro-batch of the protocol is for its batch
     assert (paper.training.micro_batch_size, smoke.training.micro_batch_size) == (4, None)
     assert of("budget=smoke", "training.batch_size=2").training.micro_batch_size is None
@@ -66,10 +58,6 @@ def test_gpu_hour_preserves_the_model_and_reduces_steps_to_its_flops():
 
 
 def test_the_schedule_keeps_its_shape():
-    smoke = of("budget=smoke")
-    assert smoke.schedule.warmup_ratio == of().schedule.warmup_ratio
-    assert smoke.training.validate_every is not None
-    assert 3 <= 12 / smoke.training.validate_every <= 4
     for name, steps in (("dca/depth", 500_000), ("dca/depth", 12)):
         config = compose_anywhere([f"experiment={name}", *(["budget=smoke"] if steps == 12 else [])])
         assert warmup_steps(config, steps) == max(1, round(1000 * steps / 500_000))
@@ -81,20 +69,9 @@ def test_settings_of_the_command_line_are_preserved():
     assert chosen.size.hidden_size == 64
     assert (chosen.data.name, chosen.data.tokenizer) == ("pile", "bpe")
     assert chosen.precision.name == "bf16"
-    longer = compose(["experiment=dca/ablation", "budget=smoke", "training.max_steps=50"])
-    assert (run_steps(longer), longer.schedule.warmup_steps) == (50, 5)
 
 
 def test_a_size_is_shrunk_with_and_without_an_experiment_but_not_its_single_keys():
     for source in ([], [MINE], ["experiment=depth_attention/scaling"]):
         size = compose_anywhere([*source, "size=1.5b", "budget=smoke", "size.intermediate_size=100"]).size
         assert (size.hidden_size, size.num_layers, size.intermediate_size, size.vocab_size) == (96, 48, 100, 320)
-    # and with that of a point
-    (point,) = sweep_points(["experiment=depthlm/scaling", "size=nano_630k", "model=mhc", "seed=1", "budget=smoke"])
-    assert compose(point.overrides).size.hidden_size == 4
-
-
-def test_divided_widths_are_even():
-    widths = {960: 64, 1152: 72, 2540: 160, 771: 48, 64: 4, 12: 4}
-    assert {width: divide_width(width, 16) for width in widths} == widths
-    assert divide_width(771, 1) == 771

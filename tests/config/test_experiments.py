@@ -3,19 +3,16 @@
 import functools
 import itertools
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 import depthlm
 from depthlm.accounting.cost import count_parameters
 from depthlm.config import Config, compose_anywhere, run_steps
-from depthlm.config.keys import flatten
 from depthlm.config.resolve import matrices
 from depthlm.locations import REPOSITORY
 from depthlm.sweeps import Point, load_experiment, sweep_points
@@ -69,103 +66,6 @@ def deepest(names: Iterable[str]) -> list[Config]:
             chosen.append(config)
         seen |= parts
     return chosen
-
-
-# what each paper prints of the keys that its files set: in tables, captions and text
-SHAPE = {
-    "size.hidden_size",
-    "size.num_layers",
-    "size.num_heads",
-    "size.num_kv_heads",
-    "size.lr",
-    "size.sequence_length",
-}
-PRINTED = {
-    "attention_residuals": {
-        *SHAPE, "size.expert_size", "schedule.name", "training.batch_size", "training.max_tokens", "data.max_tokens",
-        *(f"model.connection.{key}" for key in ("block_size", "form", "heads", "key_norm", "mixing", "query")),
-        "model.connection.window",
-        # the rows of its Table 5 have no norms but those of their mechanism
-        "backbone.norm_placement",
-    },
-    "dca": {
-        "size.hidden_size", "size.num_layers", "size.intermediate_size", "size.lr", "size.sequence_length",
-        "optimizer.betas", "optimizer.weight_decay", "schedule.name", "schedule.warmup_steps", "schedule.min_lr_ratio",
-        "training.sequence_length", "training.batch_size", "training.max_steps", "data.max_tokens", "init_from",
-        *(f"model.connection.{key}" for key in ("last_k", "num_streams", "own_embedding")),
-    },
-    "depth_attention": {
-        *SHAPE, "size.intermediate_size", "size.vocab_size", "size.init_std", "optimizer.betas",
-        "optimizer.weight_decay", "schedule.name", "schedule.warmup_ratio", "training.batch_size", "training.max_steps",
-        "data.max_tokens",
-        "training.gradient_clipping", "backbone.mlp", "backbone.norm", "backbone.norm_eps", "backbone.tie_embeddings",
-        *(f"model.{key}" for key in ("attention.mixes", "attention.stride", "connection.collapse", "loops")),
-    },
-    "moda": {
-        # the number of layers of one model, and all widths
-        "size.hidden_size", "size.num_heads", "size.num_kv_heads", "size.sequence_length", "size.lr", "schedule.name",
-        "schedule.warmup_steps", "schedule.min_lr_ratio", "training.batch_size", "training.max_tokens",
-        "data.max_tokens",
-        *(f"model.attention.{key}" for key in ("attn_kv", "ffn_kv", "last_layer_kv")),
-    },
-}  # fmt: skip
-# of some files of a paper alone
-PRINTED_IN = {"moda/_layers": {"size.num_layers", "backbone.norm_placement"}}
-NOT_PRINTED_IN = {"moda/_layers": {"size.sequence_length", "training.max_tokens", "data.max_tokens"}}
-# assumed by a default as well
-BY_DEFAULT = {"optimizer.groups.vector.weight_decay", "training.z_loss", "data.document_mask"}
-# decides what is logged and saved, or how much is computed at once, or is the alternative of another key
-OF_NO_EFFECT = (
-    "name", "size.name", "backbone.name", "data.validation.", "training.validate_every", "training.validation_tokens",
-    "training.checkpoint_every", "training.sample", "training.log_blocks_every", "training.micro_batch_size",
-)  # fmt: skip
-
-
-def files_of(name: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the names and contents of the files of an experiment: its own first, then those that it includes."""
-    content = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
-    included = [entry.removeprefix("/experiment/") for entry in content["defaults"] if isinstance(entry, str)]
-    included = [entry for entry in included if entry != "_self_"]
-    return [(name, content), *itertools.chain.from_iterable(files_of(entry) for entry in included)]
-
-
-def set_keys(content: dict[str, Any]) -> set[str]:
-    """Return the keys with a value that a file of an experiment sets: itself, by its groups, and in its points."""
-    groups = {
-        key.removeprefix("override /"): [value]
-        for entry in content["defaults"]
-        if isinstance(entry, dict)
-        for key, value in entry.items()
-    }
-    values = flatten({key: value for key, value in content.items() if key not in ("defaults", "experiment")})
-    for point in content.get("experiment", {}).get("points", []):
-        values |= {key: value for key, value in point.items() if "." in key}
-        groups.setdefault("size", []).extend(size for size in [point.get("size")] if isinstance(size, str))
-    for group in ("size", "backbone", "schedule"):
-        for choice in groups.get(group, []):
-            values |= {f"{group}.{key}": value for key, value in option(group, choice).items()}
-    without_rope = values.get("backbone.position") in ("none", "sinusoidal")
-    return {
-        key
-        for key, value in values.items()
-        if value is not None and not (without_rope and key == "backbone.rope_theta") and "/" not in key
-    }
-
-
-@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if not name.startswith("depthlm/")])
-def test_what_a_paper_does_not_print_is_assumed(name):
-    files = files_of(name)
-    assumed = next(file["experiment"]["assumed"] for _, file in files if "assumed" in file.get("experiment", {}))
-    notes = files[0][1]["experiment"].get("notes", [])
-    text = " ".join([*assumed, *(note for note in notes if note.startswith("Assumed"))])
-    named = {*re.findall(r"\b[a-z]\w*(?:\.\w+)+", text)}
-    for group, choice in re.findall(r"\b(backbone|size)=(\w+)", text):
-        named |= {f"{group}.{key}" for key in option(group, choice)}
-    printed = set(PRINTED[name.partition("/")[0]])
-    for file, _ in files:
-        printed = (printed | PRINTED_IN.get(file, set())) - NOT_PRINTED_IN.get(file, set())
-    wanted = BY_DEFAULT.union(*(set_keys(content) for _, content in files))
-    assert {key for key in wanted - printed - named if not key.startswith(OF_NO_EFFECT)} == set()
 
 
 @pytest.mark.parametrize("name", QUICK_FIRST)

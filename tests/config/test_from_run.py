@@ -62,7 +62,6 @@ MIXTURE = (
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("size=micro", "data.tokenizer=bytes", "training.max_tokens=1M", "training.batch_tokens=64K"),
         ("size=1.5b", "data=fineweb_edu", "deepspeed=zero1", "schedule=wsd", "schedule.warmup_steps=10"),
         ("model/attention=depth_attention", "model/connection=mhc", "model.loops=2", "optimizer=muon"),
         MIXTURE,
@@ -87,7 +86,6 @@ def test_overrides_have_the_same_effect_on_a_run_as_from_scratch():
     own = ("size=micro", "data.vocab_size=4096", "training.batch_size=4", "training.sequence_length=64")
     save(BASE, *own)
     for overrides in (
-        ("model=dca", "optimizer.lr=0.002", "seed=7"),
         ("model=moda", "model/connection=mhc", "model.loops=2", "training.max_tokens=1M"),
         ("schedule=wsd", "schedule.decay_ratio=0.3", "data=local", "data.source=texts"),
         MIXTURE,
@@ -129,13 +127,11 @@ def test_overrides_that_affect_the_result_give_a_new_run_directory():
         "deepspeed=zero2 kernels=torch training.micro_batch_size=2": BASE,
         # the same values as in the run
         "model=vanilla seed=1 optimizer.betas=[0.9,0.95]": BASE,
-        "training.max_steps=900 resume=extend": BASE,
         "training.max_tokens=9M resume=extend": BASE,
         "training.max_steps=900": "outputs/default/vanilla-tiny-seed1-max_steps900",
         "training.max_steps=900 resume=extend seed=2": "outputs/default/vanilla-tiny-seed2-max_steps900",
         "++seed=2 optimizer.lr=0.1 tracker=none": "outputs/default/vanilla-tiny-seed2-lr0.1",
         "seed=2 output_dir=elsewhere/${model.name}-${seed}": "elsewhere/vanilla-2",
-        "seed=2 ++output_dir=elsewhere": "elsewhere",
         "output_dir=elsewhere": "elsewhere",
         "seed=2 output_dir=null": "outputs/default/vanilla-tiny-seed2",
         "output_dir=null": BASE,
@@ -143,19 +139,15 @@ def test_overrides_that_affect_the_result_give_a_new_run_directory():
         assert from_run(*text.split()).output_dir == directory, text
 
 
-def test_a_run_that_derives_from_one_with_the_usual_name_has_the_name_of_a_direct_command(tmp_path):
+def test_a_run_that_derives_from_one_with_the_usual_name_has_the_name_of_a_direct_command():
     run = "outputs/default/mhc-micro-seed2-lr1e-3-data.max_tokens1M-max_steps40"
     model, data, steps, rate = "model=mhc", "data.max_tokens=1M", "training.max_steps=40", "optimizer.lr=1e-3"
     save(run, model, "size=micro", "seed=2", data, steps, rate)
-    local = ("data=local", f"data.source={tmp_path}/texts")
     for overrides, direct in (
-        (("optimizer.lr=3e-3",), (model, "seed=2", data, steps)),
-        (("optimizer=muon",), (model, "seed=2", data, steps, "optimizer=muon")),
+        (("optimizer=muon", "optimizer.lr=3e-3"), (model, "seed=2", data, steps, "optimizer=muon")),
         (("training.max_tokens=2M",), (model, "seed=2", data, rate, "training.max_tokens=2M")),
-        (local, (model, "seed=2", steps, rate, *local)),
     ):
         assert from_run(*overrides, run=run) == compose_anywhere(["size=micro", *direct])
-    assert from_run("optimizer.lr=3e-3", run=run).output_dir == run.replace("-lr1e-3", "")
     # keys of the option that another one replaces, and parts that another machine or a budget chooses
     for own, overrides, name in (
         (("optimizer=muon", "optimizer.lr=0.5", "schedule=wsd"), ("optimizer=adamw",), "vanilla-micro-seed1-wsd"),
@@ -192,11 +184,9 @@ def test_all_mistakes_are_reported_together():
         "budget=smoke": "budget=smoke: not with run=",
         "experiment=moda/variants": "experiment=moda/variants: not with run=",
         "~seed": "~seed: not with run=",
-        "seed=1,2": "seed=1,2: several values",
         "seed=range(1,3)": "seed=range(1,3): several values",
         "foo": "foo: not an override",
         "size=nano": "size=nano: no such size; allowed: 1.5b",
-        "precision=null": "precision=null: must be an option of the group",
         "schedule={min_lr_ratio: 0}": "schedule={min_lr_ratio: 0}: must be an option of the group",
         "tracker={}": "tracker={}: sets nothing",
         "optimizer.lr=true": "optimizer.lr=true: must be a number",
@@ -229,7 +219,6 @@ def test_run_goes_with_no_sweep_and_names_exactly_one_directory():
     [
         (None, "no run in it"),
         (b"", "it has no keys"),
-        (b"seed: 1\nseed: 2\n", "cannot be read"),
         (b"seed: ${oc.env:HOME}\n", "seed=${oc.env:HOME}: must be an integer"),
         (b"a: &a [1]\nb: *a\n", "cannot be read"),
         (b"[" * 5000, "cannot be read"),
@@ -266,20 +255,18 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "my_conf"
 
 
-def test_a_mechanism_of_the_user_is_imported_only_if_trusted(mine):
-    for overrides in ([], ["trust=other"], ["trust=my_dep"], ["model/attention=moda"], ["seed=2"]):
+def test_a_mechanism_of_the_user_is_imported_only_if_it_is_trusted_or_named(mine):
+    for overrides in ([], ["trust=my_dep"], ["seed=2"]):
         with pytest.raises(UserError, match=r"model\.connection is from my_depth\. .* add trust="):
             from_run(*overrides)
-    for overrides in (["trust=my_depth"], ["trust=[other,my_depth]"], ["trust=other", "trust=my_depth"]):
-        assert from_run(*overrides).model.connection["_target_"] == "my_depth.Mine"
-        assert from_run(*overrides).output_dir == BASE
+    for overrides in (["trust=[other,my_depth]"], ["trust=other", "trust=my_depth"]):
+        config = from_run(*overrides)
+        assert (config.model.connection["_target_"], config.output_dir) == ("my_depth.Mine", BASE)
 
-
-def test_a_class_named_on_the_command_line_needs_no_trust(mine):
+    # a class that the command line names needs no trust
     assert from_run("model.connection._target_=my_depth.Mine").output_dir == BASE
     assert compose_anywhere([f"run={BASE}", "model/connection=mine"], mine).output_dir == BASE
     assert from_run("model=dca").model.name == "dca"
-    assert from_run("model/connection=residual").model.connection["_target_"].startswith("depthlm.")
 
 
 def test_a_configuration_in_a_file_is_given_alone_and_is_not_that_of_a_run(tmp_path):

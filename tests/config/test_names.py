@@ -33,18 +33,18 @@ def named(*overrides: str) -> str:
         ([], "vanilla-tiny-seed1"),
         (["optimizer.lr=1e-3", "model=mhc", "seed=2"], "mhc-tiny-seed2-lr1e-3"),
         (["model/connection=mhc", "model/attention=moda"], "mhc+moda-tiny-seed1"),
-        (["model=mhc", "model.connection.num_streams=2"], "mhc-tiny-seed1-connection.num_streams2"),
+        (
+            ["model=mhc", "model.connection.num_streams=2", "optimizer.betas=[0.9, 0.9]"],
+            "mhc-tiny-seed1-connection.num_streams2-betas0.9-0.9",
+        ),
         (["budget=smoke", "optimizer=muon", "data=pile"], "vanilla-tiny-seed1-muon-pile-smoke"),
-        (["optimizer.betas=[0.9, 0.9]"], "vanilla-tiny-seed1-betas0.9-0.9"),
         (["data=local", "data.source='my texts'"], "vanilla-tiny-seed1-local-source-my-texts-"),
-        (["backbone.tie_embeddings=true"], "vanilla-tiny-seed1-tie_embeddings-true"),
         (["init_from=runs/base"], "vanilla-tiny-seed1-init_from-base-"),
         # what has no effect on the result
         (["size=micro", "training.log_every=3", "tracker=none", "training.stop_after=4"], "vanilla-micro-seed1"),
         # what the configuration has without it
         (["optimizer.lr=0.0030", "training.sequence_length=256", "training.max_steps=600"], "vanilla-tiny-seed1"),
         (["optimizer.betas=[0.9,0.95]", "optimizer=adamw", "budget=paper", "deepspeed=zero0"], "vanilla-tiny-seed1"),
-        (["model=mhc", "model.connection.num_streams=4", "optimizer.lr=1e-3"], "mhc-tiny-seed1-lr1e-3"),
         # the default only where another override is, or without a budget
         (["size.lr=1e-3", "optimizer.lr=3e-3"], "vanilla-tiny-seed1-lr3e-3-size.lr1e-3"),
         (["budget=smoke", "training.max_steps=600"], "vanilla-tiny-seed1-max_steps600-smoke"),
@@ -55,8 +55,9 @@ def named(*overrides: str) -> str:
     ],
 )
 def test_a_name_has_mechanism_size_and_seed_and_then_what_differs(overrides, name):
-    assert named(*overrides) == named(*overrides[::-1]) == Path(sweep_points(overrides)[0].directory).name
-    assert re.sub(r"(?<=-)[0-9a-f]{6}$", "", named(*overrides)) == name
+    found = named(*overrides)
+    assert found == named(*overrides[::-1]) == Path(sweep_points(overrides)[0].directory).name
+    assert re.sub(r"(?<=-)[0-9a-f]{6}$", "", found) == name
 
 
 # settings that interpolations, the budget and alternatives connect, with their defaults and other values
@@ -72,8 +73,8 @@ CHOICES = {
 COMMANDS = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in CHOICES.items()})
 
 
-@settings(max_examples=2)
-@given(st.lists(COMMANDS, min_size=5, max_size=5))
+@settings(max_examples=1)
+@given(st.lists(COMMANDS, min_size=6, max_size=6))
 def test_two_commands_have_one_directory_if_and_only_if_their_runs_are_equal(commands):
     runs = [
         compose_anywhere(" ".join(f"{name}={value}" for name, value in command.items()).split()) for command in commands
@@ -113,10 +114,7 @@ def test_a_number_has_the_same_text_in_every_spelling():
         "1e-3": ("0.001", "1e-3", "1E-03", "0.0010", "1.0e-3"),
         "0.1": ("0.1", "1e-1", "0.10", ".1"),
         "3e-5": ("3e-05", "0.00003"),
-        "-2.5": ("-2.5",),
-        "100000": ("1e5", "1e+5", "100000"),
         "10B": ("10B", "10_000_000_000", "10000M"),
-        "10000": ("10k", "10000"),
         "1": ("1.0",),
     }.items():
         assert {normal_value("optimizer.lr", value) for value in spellings} == {text}

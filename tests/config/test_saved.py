@@ -57,8 +57,9 @@ def test_the_hint_on_trust_works_as_printed():
 
 def test_a_run_of_an_older_version_has_the_defaults_of_newer_keys():
     grn = {"_target_": "depthlm.mechanisms.dca.DeepCrossAttention", "version": 3}
-    now = {"size": {"num_experts": 8}, "model": {"connection": {**grn, "own_embedding": True, "last_k": 2}}}
-    older = {"size": {}, "model": {"connection": {**grn, "last_k": 2}}}
+    connection = {**grn, "own_embedding": True, "last_k": 2}
+    now: dict[str, Any] = {"size": {"num_experts": 8}, "model": {"connection": connection}}
+    older: dict[str, Any] = {"size": {}, "model": {"connection": {**grn, "last_k": 2}}}
     assert compare(older, now) == {}
     now["size"]["num_experts"] = 16
     now["model"]["connection"]["own_embedding"] = False
@@ -68,6 +69,12 @@ def test_a_run_of_an_older_version_has_the_defaults_of_newer_keys():
     }
     # a key that the command lacks is a difference
     assert list(compare(now, older)) == ["model.connection.own_embedding", "size.num_experts"]
+    # and of a newer section
+    now = {"optimizer": asdict(Optimizer())}
+    older = {"optimizer": {name: value for name, value in now["optimizer"].items() if name != "groups"}}
+    assert compare(older, now) == {}
+    now["optimizer"]["groups"]["matrix"]["lr_scale"] = 0.5
+    assert compare(older, now) == {"optimizer.groups.matrix.lr_scale": "the run has 1.0, this command gives 0.5"}
 
 
 @pytest.mark.parametrize(("stage", "kept"), [(0, True), (1, False)])
@@ -79,14 +86,6 @@ def test_a_bf16_run_of_an_older_version_keeps_its_residual_stream_in_fp32_at_zer
     assert load_config(tmp_path).precision.fp32_residual == kept
     assert compare(earlier, now) == {}
     assert ("precision.fp32_residual" in compare(earlier, config)) == kept
-
-
-def test_a_run_of_an_older_version_has_the_defaults_of_a_newer_section():
-    now: dict[str, Any] = {"optimizer": asdict(Optimizer())}
-    older = {"optimizer": {name: value for name, value in now["optimizer"].items() if name != "groups"}}
-    assert compare(older, now) == {}
-    now["optimizer"]["groups"]["matrix"]["lr_scale"] = 0.5
-    assert compare(older, now) == {"optimizer.groups.matrix.lr_scale": "the run has 1.0, this command gives 0.5"}
 
 
 OWN = {
