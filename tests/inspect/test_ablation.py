@@ -118,7 +118,7 @@ def test_an_interrupted_ablation_continues(build, tmp_path, monkeypatch):
     # a result that was changed on the disk is measured again
     saved = json.loads(file.read_text())
     saved["record"]["sums"][0][0][0] += 1.0
-    for damaged in (json.dumps(saved), "[1]", '{"record": 1}'):
+    for damaged in (json.dumps(saved), '{"record": 1}'):
         file.write_text(damaged)
         assert run("b")[1] == all_calls
 
@@ -145,10 +145,6 @@ def test_pruning_keeps_the_greedily_chosen_sources(build, tmp_path, monkeypatch)
     assert found.kept == kept
     assert found.after * 33 == pytest.approx(loss(kept), rel=1e-5)
     assert found.before * 33 == pytest.approx(loss({}), rel=1e-5)
-    picture = found.picture(model)
-    assert picture.arrays["kept"].shape == (5, 5)
-    assert np.nansum(picture.arrays["kept"]) == 1 + 4 * 2
-    picture.draw()
     # a finished read is not measured again
     content, reads = read_record(file), list[str]()
     assert content is not None
@@ -185,13 +181,6 @@ def test_a_pruned_model_generates_and_exports(build):
     torch.testing.assert_close(again(TOKENS).logits, logits)
 
 
-def test_wrong_kept_sources_are_refused():
-    with pytest.raises(UserError, match=r"model.kept_sources.mlp_9: no such read; allowed: final, and attention_"):
-        depthlm.compose(["model=attention_residuals", "size=micro", "+model.kept_sources.mlp_9=[[0]]"])
-    with pytest.raises(UserError, match=r"model.kept_sources: model=vanilla has no sources"):
-        depthlm.compose(["model=vanilla", "size=micro", "+model.kept_sources.mlp_1=[[0]]"])
-
-
 @pytest.mark.usefixtures("rendered")
 def test_command_ablates_and_prunes(trained, tmp_path, monkeypatch, capsys):
     inspect(monkeypatch, f"run={trained}", "ablate=edges", "tokens=96", f"to={tmp_path}/a", "renormalize=false")
@@ -226,12 +215,18 @@ def test_command_ablates_and_prunes(trained, tmp_path, monkeypatch, capsys):
 
 
 def test_bad_combinations_are_refused(trained, monkeypatch, capsys):
-    def message(*words: str) -> str:
-        return refused(monkeypatch, capsys, f"run={trained}", *words)
-
-    assert "ablate=edge: must be" in message("ablate=edge")
-    assert "prune=0: must be" in message("prune=0")
-    assert "prune=1: does not go with ablate=" in message("prune=1", "ablate=edges")
-    assert "compare=: does not go with ablate=" in message(f"compare={trained}", "ablate=edges")
-    assert "renormalize=false: has an effect only with ablate=" in message("renormalize=false")
-    assert "one token, which leaves nothing to predict" in message("ablate=edges", "text=a")
+    for words, message in {
+        "ablate=edge": "ablate=edge: must be",
+        "prune=0": "prune=0: must be",
+        "prune=1 ablate=edges": "prune=1: does not go with ablate=",
+        f"compare={trained} ablate=edges": "compare=: does not go with ablate=",
+        "renormalize=false": "renormalize=false: has an effect only with ablate=",
+        "ablate=edges text=a": "one token, which leaves nothing to predict",
+    }.items():
+        assert message in refused(monkeypatch, capsys, f"run={trained}", *words.split())
+    for model, message in {
+        "attention_residuals": r"mlp_9: no such read; allowed: final, and attention_",
+        "vanilla": "model=vanilla has no sources",
+    }.items():
+        with pytest.raises(UserError, match=rf"model.kept_sources.*{message}"):
+            depthlm.compose([f"model={model}", "size=micro", "+model.kept_sources.mlp_9=[[0]]"])

@@ -83,22 +83,20 @@ def test_picture_of_magnitudes_over_training(tmp_path):
 
 
 def test_bad_arguments_are_refused(trained, tmp_path, monkeypatch, capsys):
-    def message(*words: str) -> str:
-        return refused(monkeypatch, capsys, *words)
-
-    assert "run=...: is missing" in message()
-    assert f"{tmp_path}: no run in it" in message(f"run={tmp_path}")
-    assert f"{tmp_path}: no run in it" in message(f"run={trained}", "text=a", f"compare={tmp_path}")
-    assert "did you mean" in message(f"run={trained}", "token=5")
-    assert "tokens=0: must be" in message(f"run={trained}", "tokens=0")
-    assert "it has no tokens" in message(f"run={trained}", "text=")
-    file = tmp_path / "file"
-    file.write_text("")
-    assert f"{file}: cannot be written to" in message(f"run={trained}", "text=a", f"to={file}")
-    assert f"{file / 'below'}: cannot be written to" in message(f"run={trained}", "text=a", f"to={file / 'below'}")
-    bare = tmp_path / "bare"
+    bare, file = tmp_path / "bare", tmp_path / "file"
     shutil.copytree(trained, bare, ignore=shutil.ignore_patterns("checkpoints"))
-    assert f"no checkpoint in it; python train.py run={bare} resume=retrain" in message(f"run={bare}")
+    file.write_text("")
+    for words, message in {
+        "": "run=...: is missing",
+        f"run={tmp_path}": f"{tmp_path}: no run in it",
+        f"run={trained} text=a compare={tmp_path}": f"{tmp_path}: no run in it",
+        f"run={trained} token=5": "did you mean",
+        f"run={trained} tokens=0": "tokens=0: must be",
+        f"run={trained} text=": "it has no tokens",
+        f"run={trained} text=a to={file}/below": f"{file}/below: cannot be written to",
+        f"run={bare}": f"no checkpoint in it; python train.py run={bare} resume=retrain",
+    }.items():
+        assert message in refused(monkeypatch, capsys, *words.split())
 
 
 def test_missing_token_files_and_a_full_disk_are_reported_without_traceback(
@@ -106,10 +104,11 @@ def test_missing_token_files_and_a_full_disk_are_reported_without_traceback(
 ):
     away = token_folder.rename(token_folder.with_name("away"))
     try:
-        assert str(token_folder) in (text := refused(monkeypatch, capsys, f"run={trained}"))
-        assert "text=" in text
+        text = refused(monkeypatch, capsys, f"run={trained}")
     finally:
         away.rename(token_folder)
+    assert str(token_folder) in text
+    assert "text=" in text
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
