@@ -32,11 +32,9 @@ def write(folder: Path, special: tuple[str, ...] = ("<|im_end|>", "<|stop|>"), *
     [
         ({}, "<|im_end|>", "its usual name"),
         ({"tokenizer_config": {"eos_token": "<|stop|>"}}, "<|stop|>", "tokenizer_config.json"),
-        ({"tokenizer_config": {"eos_token": {"content": "</s>"}}}, "</s>", "tokenizer_config.json"),
         ({"config": {"eos_token_id": 5}, "tokenizer_config": {"eos_token": "</s>"}}, "<|stop|>", "config.json"),
         ({"generation_config": {"eos_token_id": [6, 4]}, "config": {"eos_token_id": 5}}, "<end>",
          "generation_config.json"),
-        ({"tokenizer_config": {"eos_token": "a"}}, "<|im_end|>", "its usual name"),
         # neither ids of ordinary tokens, nor ids beyond the vocabulary, nor files of something else
         ({"generation_config": {"eos_token_id": 1}, "config": {"eos_token_id": [2, 99, None, True]}}, "<|im_end|>",
          "its usual name"),

@@ -126,21 +126,14 @@ def test_the_document_length_counts_what_the_document_mask_lets_tokens_attend_to
     assert batches.document_length(999, 10) == 40
 
 
-def test_the_loader_gives_the_steps_in_order_outside_shared_memory(tmp_path):
-    batches = Batches({"train": written(tmp_path, 1000)}, sequence_length=9, batch_size=4, seed=3, micro_batch=2)
-    loaded = list(loader(batches, 5, 12, num_workers=2))
-    assert len(loaded) == 7
-    assert all(torch.equal(batch, batches[step]) for step, batch in enumerate(loaded, 5))
-    # a batch in /dev/shm could find no room there
-    assert not any(batch.is_shared() for batch in loaded)
-
-
-def test_workers_that_cannot_be_started_are_an_error(tmp_path, monkeypatch):
+def test_workers_take_no_room_in_dev_shm_and_that_none_can_be_started_is_an_error(tmp_path, monkeypatch):
     def full(_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("torch.utils.data.DataLoader.__iter__", full)
     batches = Batches({"train": written(tmp_path, 1000)}, sequence_length=9, batch_size=4, seed=3)
+    # a batch in /dev/shm could find no room there
+    assert not any(batch.is_shared() for batch in loader(batches, 0, 2, num_workers=1))
+    monkeypatch.setattr("torch.utils.data.DataLoader.__iter__", full)
     with pytest.raises(UserError, match=r"data.num_workers=2: .*No space left.* /dev/shm"):
         loader(batches, 0, 2, num_workers=2)
 

@@ -88,7 +88,6 @@ def test_the_vocabulary_size_is_known_without_preparing(tmp_path):
     file = str(built_in("bpe").save(tmp_path))
     assert vocab_size(Data(tokenizer=file)) == built_in("bpe").vocab_size == 291
     assert padded_vocab_size(Data(tokenizer=file)) == 320
-    assert padded_vocab_size(Data(tokenizer="bytes", pad_vocab_multiple=1)) == 258
     assert padded_vocab_size(Data(tokenizer="bytes", pad_vocab_multiple=129)) == 258
 
 

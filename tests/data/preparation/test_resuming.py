@@ -1,11 +1,8 @@
 """Preparing resumes after a kill, and gives the bytes of an uninterrupted preparation."""
 
 import dataclasses
-import errno
 import json
-import random
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,67 +12,38 @@ from depthlm.data import DataError, Manifest, prepare, token_folders
 from depthlm.data.corpora.documents import Reader
 from depthlm.data.corpora.formats import TextFile
 from depthlm.data.preparation.parts import Part
-from depthlm.data.preparation.progress import ProgressFile, SplitWriter
+from depthlm.data.preparation.progress import ProgressFile
 from depthlm.data.settings import Data
 
-from .preparing import SLOW, content, left_over
+from .preparing import content
 
 
-# test_crash_points.py has every state that a kill can leave
-@pytest.mark.release
-def test_after_kills_at_random_moments_the_bytes_are_the_same(local, text_folder, forks):
-    kills = 20
-    data = local(shard_tokens=500)
-    folder = token_folders(data)["local"]
-    whole = content(prepare(local(path="whole", shard_tokens=500))["local"])
-    assert len(whole) > 8
-    chance, partial, resumed = random.Random(kills), set(), 0
-    for number in range(9 * kills):
-        if number >= kills and resumed:
-            break
-        process = forks.start(["-c", SLOW, text_folder], cwd=Path.cwd())
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        # on a busy machine it may need longer to begin
-        time.sleep(chance.uniform(0.05, 0.35) * (1 + number // kills))
-        process.kill()
-        resumed += "resuming" in process.communicate()[0]
-        partial |= left_over(folder) if folder.parent.exists() else set()
-        if folder.exists():
-            assert content(folder) == whole
-            shutil.rmtree(folder)
-    assert partial == {f"{folder.name}.partial"}
-    assert resumed
-    prepare(data)
-    assert content(folder) == whole
-    assert left_over(folder) == set()
+def stopped_after(monkeypatch: pytest.MonkeyPatch, saves: int, data: Data) -> None:
+    """Prepare until progress has been saved `saves` times, then stop as if killed."""
+    save, count = ProgressFile.save, iter(range(saves))
+
+    def counted(self: ProgressFile, *arguments: Any) -> None:
+        save(self, *arguments)
+        if next(count) == saves - 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ProgressFile, "save", counted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(data)
 
 
 def test_a_killed_preparation_resumes_from_its_last_complete_file(local, monkeypatch, capsys):
     data = local(shard_tokens=500)
     whole = content(prepare(local(path="whole", shard_tokens=500))["local"])
     monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
-    saves = 0
-
-    def killed(self: ProgressFile, *arguments: object) -> None:
-        nonlocal saves
-        saves += 1
-        if saves == 4:
-            raise KeyboardInterrupt
-        save(self, *arguments)
-
-    save = ProgressFile.save
-    monkeypatch.setattr(ProgressFile, "save", killed)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(data)
-    monkeypatch.setattr(ProgressFile, "save", save)
+    stopped_after(monkeypatch, 3, data)
     read = []
     lines = Reader.records
     monkeypatch.setattr(Reader, "records", lambda self, first=0: read.append(self.file.name) or lines(self, first))
     capsys.readouterr()
-    folder = prepare(data)["local"]
+    assert content(prepare(data)["local"]) == whole
     assert "resuming /" in capsys.readouterr().err
-    assert content(folder) == whole
     assert read[-1] == "part2/8.txt"
     assert "part0/0.txt" not in read[read.index(read[-1]) - 40 :]
 
@@ -96,21 +64,6 @@ def test_a_killed_preparation_that_cannot_resume_starts_from_scratch(local, text
     capsys.readouterr()
     assert content(prepare(data)["local"]) == expected
     assert ("from scratch: its text has changed" in capsys.readouterr().err) == (change == "text")
-
-
-def stopped_after(monkeypatch: pytest.MonkeyPatch, saves: int, data: Data) -> None:
-    """Prepare until progress has been saved `saves` times, then stop as if killed."""
-    save, count = ProgressFile.save, iter(range(saves))
-
-    def counted(self: ProgressFile, *arguments: Any) -> None:
-        save(self, *arguments)
-        if next(count) == saves - 1:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ProgressFile, "save", counted)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(data)
 
 
 def test_a_kill_inside_a_document_that_spans_files_does_not_cut_it(local, text_folder, monkeypatch):
@@ -143,10 +96,7 @@ def test_with_another_setting_an_unfinished_preparation_is_refused_and_stays_as_
     assert content(Path("tokens")) == content(prepare(local(shard_tokens=500, path="whole"))["local"])
 
 
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [("manifest.json", None), ("notes/a.txt", Part(0, 2))],
-)
+@pytest.mark.parametrize(("name", "part"), [("manifest.json", None), ("notes/a.txt", Part(0, 2))])
 def test_a_folder_of_the_user_in_the_way_is_not_touched(local, name, part):
     Path("thesis.partial", name).parent.mkdir(parents=True)
     Path("thesis.partial", name).write_text('{"text": "years"}')
@@ -225,22 +175,3 @@ def test_after_a_bad_line_preparing_resumes_from_the_last_complete_file(local, m
     manifest = Manifest.read(token_folders(data)["local"])
     assert manifest.train.documents + manifest.validation["local"].documents == 199
     assert manifest.left_out == {"json": 1}
-
-
-def test_preparing_resumes_after_a_full_disk(local, monkeypatch, capsys):
-    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
-    data = local(shard_tokens=500, path="tokens")
-    write = SplitWriter._write
-
-    def full(self: SplitWriter, content: Any) -> None:
-        if len(self.shards) == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(self, content)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SplitWriter, "_write", full)
-        with pytest.raises(DataError, match=r"cannot prepare token files .*No space left on device"):
-            prepare(data)
-    assert not Path("tokens").exists()
-    assert content(prepare(data)["local"]) == content(prepare(local(shard_tokens=500, path="whole"))["local"])
-    assert "resuming /" in capsys.readouterr().err
