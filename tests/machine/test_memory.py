@@ -53,6 +53,7 @@ def test_a_gpu_rank_has_all_memory_of_its_gpu(monkeypatch):
     assert available_memory(torch.device("cuda", 1), 8) == 80 * 2**30
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="not Linux")
 def test_the_peak_of_a_process_is_not_that_of_the_process_that_started_it():
     held = bytearray(2**29)
