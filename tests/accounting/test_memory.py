@@ -71,13 +71,12 @@ def test_several_ranks_copy_gradients_bucket_by_bucket_at_zero_0():
     halved = estimator(*eager, "deepspeed.reduce_bucket_size=5M", "deepspeed.communication_data_type=bf16")
     assert halved.states(0, 8).activations == 4.0 * 5 * 10**6 + 2.0 * memory.whole.parameters
 
-
-def test_after_a_graph_several_ranks_copy_all_gradients_while_its_activations_stay_reserved():
-    graphs, eager = estimator("size=360m"), estimator("size=360m", "training.cuda_graphs=false")
+    # after a graph, all gradients are copied while its activations stay reserved
+    graphs = estimator("size=360m")
     copied = 4.0 * graphs.whole.parameters
     assert graphs.states(0, 1).activations == 0
     assert graphs.states(0, 8).activations == copied
-    assert graphs.estimate(0, 8, 1).activations == eager.estimate(0, 8, 1).activations + copied
+    assert graphs.estimate(0, 8, 1).activations == memory.estimate(0, 8, 1).activations + copied
 
 
 def saved_by_autograd(model, tokens, autocast) -> int:

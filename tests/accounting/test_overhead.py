@@ -114,7 +114,6 @@ def test_two_phases_of_other_mechanisms_are_their_reads_alone(cost):
     [
         ("depth_attention", [], 117),
         ("depth_attention", ["model.attention.sources=relative"], 48),
-        ("denseformer", [], 1224),
         ("attention_residuals", [], 520),
         ("attention_residuals_recency", [], 528),
         # 108 in the code of its authors; the counter of sublayers restarts at each snapshot
@@ -125,8 +124,6 @@ def test_sources(meta, preset, overrides, expected):
     model = meta(f"model={preset}", "size=3b", *overrides)
     if preset == "depth_attention":
         assert sum(layer.attention.num_mixed() for layer in model.layers) == expected
-    elif preset == "denseformer":
-        assert sum(len(c.sources or ()) for c in model.connections) == expected
     else:
         assert sum(c.num_sources for c in list(model.connections)[:-1]) == expected
 
