@@ -6,22 +6,8 @@ from torch import Tensor
 
 from depthlm.mechanisms.depth_attention import DepthAttention
 from depthlm.mechanisms.moda import Moda
-from depthlm.model.attention.context import KVCache
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.generation import generate
-
-
-def test_update_appends_tokens_and_grows_the_cache():
-    cache = KVCache(slots=2, max_length=2)
-    k, v = torch.randn(2, 3, 4, 7, 8)
-    for start, end in ((0, 2), (2, 3), (3, 7)):
-        for slot in range(2):
-            all_k, all_v = cache.update(slot, k[:, :, start:end] + slot, v[:, :, start:end])
-            assert torch.equal(all_k, k[:, :, :end] + slot)
-            assert torch.equal(all_v, v[:, :, :end])
-        cache.advance(end - start)
-    assert cache.length == 7
-    assert cache.bytes() == 2 * 2 * 3 * 4 * 7 * 8 * 4
 
 
 def test_a_state_has_one_size_for_any_number_of_tokens(make_decoder):

@@ -1,5 +1,4 @@
-"""Decoders compute the same with fused kernels, in PyTorch, with the definitions of their operators, and with streams
-that the backward pass computes again."""
+"""Decoders compute the same with fused kernels, in PyTorch, and with streams that the backward pass computes again."""
 
 import copy
 import os
@@ -11,7 +10,7 @@ import torch
 from depthlm.mechanisms import hyper_connections, mhc
 from depthlm.model import compile_sublayers
 
-from .gradients import assert_same, loss_and_gradients
+from .gradients import loss_and_gradients
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # one preset of each fused operator
@@ -43,13 +42,6 @@ def losses(build: Any, preset: str, kernels: str) -> torch.Tensor:
         loss.backward()
         optimizer.step()
     return torch.stack(found)
-
-
-@pytest.mark.parametrize("preset", QUICK)
-def test_the_definitions_give_the_same_gradients(build, preset):
-    torch_model, naive = (build(f"model={preset}", "size.num_layers=5").double() for _ in range(2))
-    torch_model.kernels, naive.kernels = "torch", "naive"
-    assert_same(torch_model, naive, tolerance=1e-9)
 
 
 @needs_triton

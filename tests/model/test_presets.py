@@ -23,9 +23,7 @@ from .gradients import loss_and_gradients, random_batch
     "overrides",
     [
         "model=dca model.connection.last_k=1 backbone=lm1b",
-        "model=grn_v3 model.connection.gate=printed model.connection.w=shared backbone=moda_layers",
         "model=denseformer model.connection.period=2 model.connection.dilation=2 backbone=lm1b",
-        "model=laurel model.connection.variant=rw backbone=lm1b",
         "model=depth_attention model.attention.sources=relative model.attention.stride=4 backbone=olmo2",
     ],
 )
@@ -36,10 +34,9 @@ def test_settings_that_initially_equal_vanilla(build, overrides):
     torch.testing.assert_close(model(tokens), vanilla(tokens), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("preset", ["attention_residuals", "attention_residuals_full"])
 @pytest.mark.parametrize("mixing", ["softmax", "scalars"])
-def test_attention_residuals_are_initially_the_uniform_mean(build, preset, mixing):
-    model = build(f"model={preset}", f"model.connection.mixing={mixing}", awake=False)
+def test_attention_residuals_are_initially_the_uniform_mean(build, mixing):
+    model = build("model=attention_residuals", f"model.connection.mixing={mixing}", awake=False)
     state = model.connections[0].open(torch.randn(2, 3, 32))
     for connection in list(model.connections)[:-1]:
         ((h,), carry) = connection.read(state)

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 from .gradients import assert_same
 
@@ -59,18 +58,3 @@ def test_graph_with_recomputation_supports_two_backward_passes(build, preset):
     loss = model(tokens, tokens).nll
     first, second = (torch.autograd.grad(loss, [model.embedding.weight], retain_graph=True) for _ in range(2))
     torch.testing.assert_close(first, second)
-
-
-@pytest.mark.parametrize("preset", ["attention_residuals", "attention_residuals_recency", "denseformer", "dca"])
-def test_the_state_without_what_is_read_ahead_equals_that_of_separate_reads(build, preset):
-    together, alone = build(f"model={preset}", LAYERS), build(f"model={preset}", LAYERS)
-    alone.read_alone()
-    states = []
-    for model in (together, alone):
-        state, seen = model.connections[0].open(torch.ones(1, 2, 32)), []
-        for i, connection in enumerate(model.connections[:-1]):
-            seen.append([x.detach() for x in tree_leaves(state._replace(ahead=())) if x is not None])
-            _, carry = connection.read(state)
-            state = connection.write(state, torch.full((1, 2, 32), float(i)), carry)
-        states.append(seen)
-    torch.testing.assert_close(*states)

@@ -43,13 +43,6 @@ def test_values_are_kept_with_the_given_probability_independently_of_one_another
         assert abs(products.mean()) < 4 / products.numel() ** 0.5, name
 
 
-def test_the_mask_of_a_sequence_does_not_depend_on_the_others():
-    x = torch.randn(8, 5, 6)
-    whole = make(0.3, 8)
-    parts = [apply_dropout(x[i : i + 2], Dropout(0.3, whole.seeds_b[i : i + 2]), 1) for i in range(0, 8, 2)]
-    assert torch.equal(apply_dropout(x, whole, 1), torch.cat(parts))
-
-
 def test_values_are_scaled_so_that_their_mean_stays():
     x = torch.rand(64, 100, 100) + 1
     y = apply_dropout(x, make(0.25), 0)

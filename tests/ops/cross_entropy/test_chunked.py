@@ -139,11 +139,6 @@ def test_no_tensor_is_as_large_as_the_logits(chunk_of):
     assert max(4 * VOCABULARY, weight.numel()) < ROWS * VOCABULARY / 3
 
 
-def test_small_logits_are_not_chunked(monkeypatch):
-    monkeypatch.setattr(module, "chunked", None)
-    results(linear_cross_entropy, inputs())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("bias", "kind"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_operators_pass_opcheck(bias, kind):
@@ -153,14 +148,6 @@ def test_operators_pass_opcheck(bias, kind):
     rows_r = [targets(), logsumexp.detach(), *torch.ones(2, ROWS).unbind()]
     parameters = [x.detach() for x in parameters]
     torch.library.opcheck(module.chunked_backward, (hidden.detach(), parameters, rows_r, 5, kind, False))
-
-
-def test_a_compiled_head_is_one_graph(chunk_of):
-    torch.compiler.reset()
-    chunk_of(5)
-    single = [x.float() for x in inputs()]
-    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(results(compiled, single), results(linear_cross_entropy, single))
 
 
 @pytest.mark.parametrize("chunk", [30, 2**20])

@@ -105,11 +105,8 @@ def test_unsupported_arguments_are_refused():
     q, key, value = tensors(1, 2, 2, 3, 4)
     refused: list[tuple[Any, str]] = [
         ((q, [key] * 65, [value] * 65), "65 sources, self included, are more than 64"),
-        ((normal(1, 1, 1, 300), [normal(1, 1, 1, 300)] * 2, [normal(1, 1, 1, 300)] * 2), "head size 300 is above 256"),
         ((q, [key], [value.double()]), "torch.float64 is not fp32, fp16 or bf16"),
-        ((q, [key], [value[:, :, 1:]]), r"values\[0\] is \[2, 2, 2, 4\], must be \[2, 2, 3, 4\]"),
         ((q, [key, key], [value]), "2 keys and 1 values"),
-        ((q[:, :1], [key], [value]), "1 query heads, must be a multiple of the 2"),
         ((q, [key.to("meta")], [value]), "is on meta, must be on"),
     ]
     for arguments, message in refused:
