@@ -1,6 +1,5 @@
 """Overrides are composed into the expected configuration."""
 
-import re
 import shutil
 
 import hydra
@@ -10,7 +9,7 @@ from omegaconf import OmegaConf
 
 import depthlm
 from depthlm.commands.train import read_command_line
-from depthlm.config import ConfigError, compose_anywhere, run_steps, warmup_steps
+from depthlm.config import compose_anywhere, run_steps, warmup_steps
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf, open_names
 from depthlm.config.keys import keys
 from depthlm.errors import UserError
@@ -65,11 +64,6 @@ def test_an_alternative_length_or_batch_replaces_the_default():
     config = depthlm.compose(["schedule.warmup_steps=7"])
     assert config.schedule.warmup_ratio is None
     assert warmup_steps(config, 100) == 7
-
-
-def test_a_single_text_is_not_read_letter_by_letter():
-    with pytest.raises(ConfigError, match=re.escape("must be a list, as in ['size=micro', 'seed=2']")):
-        depthlm.compose("size=micro seed=2")
 
 
 def test_flags_may_follow_overrides():

@@ -43,12 +43,6 @@ def test_all_values_that_are_not_allowed_are_named_at_once(wrong):
     assert {".".join(place) for place in validate(Config, values)[1]} == wrong
 
 
-@given(st.integers(min_value=1, max_value=10**6), st.sampled_from(["", "K", "M", "B", "T"]))
-def test_a_count_is_an_integer_whatever_its_unit(number, unit):
-    expected = number * 10 ** (3 * " KMBT".index(unit or " "))
-    assert validate(Source, {"num_tokens": f"{number}{unit}"}) == (Source(num_tokens=expected), [])
-
-
 def test_a_key_a_group_and_a_name_inside_a_group_have_an_effect_on_resuming():
     for expected, names in {
         "fixed": ("seed", "model/connection", "model.connection.block_size", "data.sources.web.weight", "no.such.key"),

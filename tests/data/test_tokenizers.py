@@ -62,16 +62,12 @@ def test_a_saved_tokenizer_is_the_same(kind, tmp_path):
     assert loaded.fingerprint == tokenizer.fingerprint == Tokenizer.load(tmp_path).fingerprint
     text = "the <|endoftext|> cat"
     assert loaded.encode_batch([text]) == tokenizer.encode_batch([text])
-
-
-def test_truncation_and_padding_of_a_loaded_tokenizer_are_disabled(tmp_path):
-    encoder = Encoder.from_file(str(built_in("bpe").save(tmp_path)))
+    # truncation and padding are off
+    encoder = Encoder.from_file(str(tmp_path / "tokenizer.json"))
     encoder.enable_truncation(3)
-    encoder.enable_padding(length=8)
+    encoder.enable_padding(length=40)
     encoder.save(str(tmp_path / "other.json"))
-    tokenizer = Tokenizer.load(tmp_path / "other.json")
-    texts = ["a", CODE_AND_PROSE[0]]
-    assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(texts)] == texts
+    assert Tokenizer.load(tmp_path / "other.json").encode_batch([text]) == tokenizer.encode_batch([text])
 
 
 def test_training_gives_the_same_tokenizer_in_another_process():

@@ -226,21 +226,11 @@ def test_logits_and_every_gradient_equal_the_formulas(
 ):
     shape = make_backbone("qwen3" if backbone in MIXED else backbone, **MIXED.get(backbone, {}))
     size = Size(
-        hidden_size=12,
-        intermediate_size=20,
-        num_layers=num_layers,
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_size=6,
-        vocab_size=11,
-    )
-    model = Decoder(
-        size,
-        shape,
-        partial(CLASSES[connection[0]], **connection[1]),
-        partial(CLASSES[attention[0]], **attention[1]),
-        loops,
-    )
+        hidden_size=12, intermediate_size=20, num_layers=num_layers, num_heads=heads[0], num_kv_heads=heads[1],
+        head_size=6, vocab_size=11,
+    )  # fmt: skip
+    factories = (partial(CLASSES[name], **settings) for name, settings in (connection, attention))
+    model = Decoder(size, shape, *factories, loops)
     generator = torch.Generator().manual_seed(0)
     initialize(model, seed=0, std=0.3)
     model.double()

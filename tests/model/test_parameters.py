@@ -33,10 +33,11 @@ class Mechanism(nn.Module):
         self.gate = nn.Linear(4, 4)
 
 
-def test_a_module_overrides_optimizer_settings():
-    groups = optimizer_groups(nn.Sequential(Mechanism(), nn.Linear(2, 2)), 0.1)
-    found = {n: (g["kind"], g["weight_decay"], g["lr_scale"]) for g in groups for n in g["names"]}
-    assert found == {
+def test_a_module_overrides_optimizer_settings_and_settings_of_a_group_come_after_them():
+    def settings(groups):
+        return {n: (g["kind"], g["weight_decay"], g["lr_scale"]) for g in groups for n in g["names"]}
+
+    assert settings(optimizer_groups(nn.Sequential(Mechanism(), nn.Linear(2, 2)), 0.1)) == {
         "0.query": ("mechanism", 0.0, 1.0),
         "0.other": ("mechanism", 0.1, 1.0),
         "0.gate.weight": ("matrix", 0.1, 0.1),
@@ -44,13 +45,9 @@ def test_a_module_overrides_optimizer_settings():
         "1.weight": ("matrix", 0.1, 1.0),
         "1.bias": ("vector", 0.0, 1.0),
     }
-
-
-def test_settings_of_a_group_come_after_what_modules_declare():
     model = nn.ModuleDict({"connections": nn.Sequential(Mechanism()), "layer": nn.Linear(2, 2)})
-    groups = optimizer_groups(model, 0.1, {"mechanism": (0.3, 2.0), "vector": (0.2, 1.0), "matrix": (None, 0.5)})
-    found = {n: (g["kind"], g["weight_decay"], g["lr_scale"]) for g in groups for n in g["names"]}
-    assert found == {
+    of_groups = {"mechanism": (0.3, 2.0), "vector": (0.2, 1.0), "matrix": (None, 0.5)}
+    assert settings(optimizer_groups(model, 0.1, of_groups)) == {
         "connections.0.query": ("mechanism", 0.3, 2.0),
         "connections.0.other": ("mechanism", 0.3, 2.0),
         "connections.0.gate.weight": ("matrix", 0.3, 0.2),

@@ -11,7 +11,7 @@ from depthlm.mechanisms.dca import DeepCrossAttention
 from depthlm.mechanisms.depth_attention import DepthAttention
 from depthlm.mechanisms.moda import Moda
 from depthlm.mechanisms.residual import Residual
-from depthlm.report.figures.charts import _lines, _settings
+from depthlm.report.figures.charts import _lines
 from depthlm.report.figures.heatmap import cells_of, panels_of
 from depthlm.report.figures.style import OTHERS, mechanism_of
 from depthlm.report.rows import Row, measure_column, order_values, setting, setting_title
@@ -39,22 +39,6 @@ def test_lines_are_broken_where_a_number_is_missing():
     assert [[mark.x for mark in line.marks] for line in ours] == [[2.0, 4.0, 16.0]] * 2
     assert np.isnan(ours[1].marks[1].y)
     assert [mark.y for mark in _lines(sweep(of), hollow=True)[0].marks] == [3.8, 3.6, 2.4]
-
-
-def test_lines_over_text_values_keep_their_order():
-    points = [
-        {"label": "vanilla", "model": "vanilla"},
-        *({"label": f"DCA {name}", "model": "dca", "schedule": name} for name in ("wsd", "cosine", "constant")),
-    ]
-    of = experiment(points=points, columns=LOSS, figure="lines", x="schedule")
-    for directory in directories(of):
-        write_run(directory)
-    reported(of)
-    vanilla, dca = _lines(sweep(of), hollow=False)
-    # a row without the setting has the same value for the whole axis
-    assert [mark.x for mark in vanilla.marks] == [None]
-    assert [mark.x for mark in dca.marks] == [0, 1, 2]
-    assert _settings(sweep(of)) == ["wsd", "cosine", "constant"]
 
 
 @pytest.mark.usefixtures("rendered")

@@ -1,6 +1,5 @@
 """The loss curves of a report: their panels, what they draw, and the names at their ends."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +40,6 @@ def curve(name: str, *losses: float, mechanism: str = "vanilla", **settings: Any
     """Return a curve with a run for each loss."""
     runs = [write_run(f"{name}-{number}", loss, **settings) for number, loss in enumerate(losses)]
     return LossCurve(name, mechanism_named(mechanism), [read_run(run) for run in runs])
-
-
-def test_losses_are_the_means_of_the_logging_intervals_with_gaps():
-    folder = write_run("run")
-    rows = [
-        {"step": 41, "tokens": 41000, "loss": 3.0, "mean_loss": 3.5},
-        {"step": 42, "tokens": 42000, "loss": 3.0, "mean_loss": None},
-        {"step": 43, "tokens": None, "loss": 3.0},
-    ]
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows))
-    tokens, loss = read(read_run(folder))
-    assert tokens.tolist()[-2:] == pytest.approx([40500, 41500])
-    assert loss[40] == 3.5
-    assert np.isnan(loss[41])
 
 
 BOTH = {"model": ["vanilla", "dca"]}

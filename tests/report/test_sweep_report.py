@@ -81,15 +81,6 @@ def test_a_run_that_was_extended_has_its_new_length():
     assert {*lines(results_table(read_sweep(overrides)))} == labels
 
 
-def test_a_sweep_that_has_not_begun_has_a_table_also_of_parts_of_a_mechanism():
-    for overrides in (["model=vanilla,mhc"], ["seed=1,2"]):
-        assert {cells[1] for cells in lines(results_table(read_sweep(overrides))).values()} == {"missing"}
-    overrides = ["model=vanilla", "model/connection=mhc,residual"]
-    for point, loss in zip(sweep_points(overrides), (2.9, 3.0), strict=True):
-        write_run(point.directory, loss)
-    assert lines(results_table(read_sweep(overrides)))["mhc"][2] == "-0.1000"
-
-
 def test_a_row_is_compared_only_where_the_baseline_has_its_settings():
     overrides = ["model=vanilla,mhc", "optimizer.lr=1e-3,2e-3"]
     for point in sweep_points(overrides):

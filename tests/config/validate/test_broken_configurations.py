@@ -196,12 +196,10 @@ def test_a_mechanism_validates_the_values_of_its_settings(tmp_path, monkeypatch)
         "from depthlm.model.attention.self_attention import SelfAttention\n"
         "from depthlm.mechanisms.residual import Residual\n"
         "class Strided(Residual):\n"
-        "    def __init__(self, spec, size, backbone, stride, last=None):\n"
+        "    def __init__(self, spec, size, backbone, stride):\n"
         "        super().__init__(spec, size, backbone)\n"
         "        if stride < 1:\n"
         "            raise ValueError(f'stride={stride}: must be at least 1')\n"
-        "        if last == spec.kind:\n"
-        "            raise ValueError('cannot be ' + last)\n"
         "class Windowed(SelfAttention):\n"
         "    def __init__(self, spec, size, backbone, window=1):\n"
         "        super().__init__(spec, size, backbone)\n"
@@ -219,8 +217,6 @@ def test_a_mechanism_validates_the_values_of_its_settings(tmp_path, monkeypatch)
         "model.connection.stride=0: must be at least 1", "model.attention.window=3: only 2 layers below"
     ]  # fmt: skip
     assert len(caught.value.errors) == 3
-    with pytest.raises(ConfigError, match=r"- model\.connection: cannot be final"):
-        compose([*connection, "+model.connection.last=final"])
     with pytest.raises(ConfigError, match=r"- model\.connection: .*missing 1 required positional argument: 'stride'"):
         compose(connection[:1])
     with pytest.raises(ConfigError, match=r"- model\.connection: '<' not supported"):

@@ -32,7 +32,6 @@ given = json.loads(sys.argv[1])
 QUESTIONS: dict[str, list[Any]] = {
     "c4": ["allenai/c4", "en", None, ["train", "validation"]],
     "c4, no subset": ["allenai/c4", None, None, ["train"]],
-    "c4, no such subset": ["allenai/c4", "fr", None, ["train"]],
     "c4, no such split": ["allenai/c4", "en", None, ["train", "test"]],
     "fineweb, no validation": ["HuggingFaceFW/fineweb-edu", "sample-10BT", None, ["train", "validation"]],
     "lm1b, no such folder": ["billion-word-benchmark/lm1b", "en", "refs/convert/parquet", ["train"]],
@@ -40,7 +39,6 @@ QUESTIONS: dict[str, list[Any]] = {
     "mixed": ["some/mixed", None, None, ["train", "validation"]],
     "twice": ["some/twice", None, None, ["train"]],
     "null": ["some/null", None, None, ["train"]],
-    "null listing": ["some/null-listing", None, None, ["train"]],
     "no yaml": ["some/no-yaml", None, None, ["train"]],
     "gated": ["some/gated", None, None, ["train"]],
     "nowhere": ["some/nowhere", None, None, ["train"]],
@@ -122,7 +120,6 @@ REPOSITORIES: dict[str, dict[str, bytes]] = {
     },
     "datasets/some/gated": {"README.md": b"---\nextra_gated_prompt: agree\n---\n", "train.jsonl": lines("secret")},
     "datasets/some/null": {"train.jsonl": lines("a")},
-    "datasets/some/null-listing": {"train.jsonl": lines("a")},
     "datasets/some/no-yaml": {"README.md": b"---\n: [\n---\n", "train.jsonl": lines("a")},
     "datasets/some/large": {
         "noise.jsonl.gz": gzip.compress(random.Random(0).randbytes(200_000)),
@@ -131,7 +128,6 @@ REPOSITORIES: dict[str, dict[str, bytes]] = {
     },
     "EleutherAI/gpt-neox-20b": {"tokenizer.json": TOKENIZER.encode(), "config.json": b'{"eos_token_id": 0}'},
     "some/model": {"config.json": b"{}"},
-    "some/null-model": {"tokenizer.json": TOKENIZER.encode()},
 }
 
 

@@ -50,7 +50,6 @@ FORMATS: dict[str, Callable[[Path], object]] = {
     "a.jsonl.zst": lambda path: path.write_bytes(packed(LINES)),
     "two-frames.jsonl.zst": lambda path: path.write_bytes(packed(LINES[:60]) + packed(LINES[60:])),
     "A.PARQUET": lambda path: parquet(path, url=["", "", "", ""], text=TEXTS),
-    "a.ndjson": lambda path: path.write_bytes(LINES),
     "a.jl.gz": lambda path: path.write_bytes(gzip.compress(LINES)),
     "bom.jsonl": lambda path: path.write_bytes(b"\xef\xbb\xbf" + LINES),
     "padded.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES) + bytes(5000)),
@@ -211,12 +210,9 @@ def test_a_truncated_or_damaged_file_is_named(tmp_path, name, content):
 
 NOT_LINES = {
     "utf16.jsonl": (LINES.decode().encode("utf-16"), "the file is UTF-16", "iconv -f UTF-16"),
-    "no-mark.jsonl": (LINES.decode().encode("utf-16-le"), "the file is UTF-16", "iconv -f UTF-16"),
     "array.json": (json.dumps([{"text": text} for text in TEXTS]).encode(), "one array of JSON", "jq -c '.[]'"),
-    "pretty.json": (json.dumps([{"text": "one"}], indent=1).encode(), "one array of JSON", "jq -c '.[]'"),
     "object.json": (json.dumps({"text": "one"}, indent=1).encode(), "takes several lines", "jq -c ."),
     "gzip.jsonl": (gzip.compress(LINES), "compressed by gzip", "Add .gz to its name"),
-    "zstd.json": (packed(LINES), "compressed by zstd", "Add .zst to its name"),
 }
 
 

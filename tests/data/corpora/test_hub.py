@@ -24,8 +24,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
             file.write_bytes(content)
     with fake_hub({name: root / str(number) for number, name in enumerate(REPOSITORIES)}) as url:
         url.gated.add("datasets/some/gated")
-        url.nulls |= {("datasets/some/null", "revision"), ("datasets/some/null-listing", "tree")}
-        url.nulls |= {("some/null-model", "revision")}
+        url.nulls |= {("datasets/some/null", "revision")}
         # small enough that every listing has several pages
         url.page = 2
         yield url
@@ -40,7 +39,7 @@ def asked(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> SimpleNames
     (folder / "allenai/c4/train.jsonl").write_bytes(lines("here"))
     code = """
 out = {name: ask(hub_files, *question) for name, question in given.items()}
-for name in ("EleutherAI/gpt-neox-20b", "some/model", "some/nowhere", "some/null-model"):
+for name in ("EleutherAI/gpt-neox-20b", "some/model", "some/nowhere"):
     out[name] = ask(hub_tokenizer, name, ["generation_config.json", "config.json"])
 """
     answers = ask(code, hub.environment(folder / "home"), folder, QUESTIONS)
@@ -78,15 +77,12 @@ def test_the_files_of_each_split(asked, hub, question):
 NULL = "what the Hugging Face hub answered is not as expected"
 REFUSED = {
     "c4, no subset": ("none of several subsets is chosen", "data.subset to one of: en, en.noclean."),
-    "c4, no such subset": ("no such subset 'fr'", "data.subset to one of: en, en.noclean."),
     "c4, no such split": ("no such split 'test'", "some of: train, validation."),
     "fineweb, no validation": ("no such split 'validation'", "some of: train."),
     "lm1b, no such folder": ("no such subset 'en'", "a folder of it: plain_text."),
     "lm1b script": ("no file of text (.parquet, .jsonl, .json)", "data.revision=refs/convert/parquet"),
     "null": (NULL, "Try again later, set data.hub"),
-    "null listing": (NULL, "Try again later, set data.hub"),
     "no yaml": (NULL, "data.source=<folder>"),
-    "some/null-model": (NULL, "data.tokenizer=<its path>"),
     "gated": ("the repository is gated: its owner requires consent", "`hf auth login`, or set data.source=<folder>"),
     "nowhere": ("no such repository on the hub", "It may have moved, or be private or gated: set data.hub, run"),
     "some/model": ("no tokenizer.json in the repository", "data.tokenizer=<its path>"),

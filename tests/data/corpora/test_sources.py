@@ -99,8 +99,9 @@ def rest(folder: Path, names: list[str]) -> str:
 
 
 def test_what_a_folder_holds_and_is_not_read_is_named(tmp_path, capsys):
-    texts = [*(f"{n}.txt" for n in range(30)), "UP.TXT"]
+    texts = [*(f"{n}.txt" for n in range(30)), "UP.TXT", "_mine.txt"]
     write(tmp_path, *texts, "data/a.json", "b.Json.gz", "LICENSE", ".hidden.txt", "c.bin")
+    write(tmp_path, "_temporary/0/part-1.txt", "_SUCCESS", "sub/__MACOSX/a.txt", "x/__pycache__/a.txt")
     for number in range(5):
         (tmp_path / f"link{number}.txt").symlink_to(f"../blobs/{number}")
     os.mkfifo(tmp_path / "pipe.txt")
@@ -110,10 +111,12 @@ def test_what_a_folder_holds_and_is_not_read_is_named(tmp_path, capsys):
     expected = (
         "dangling links: 5 (link0.txt, link1.txt, link2.txt, ...)",
         "entries that are not regular files: 1 (pipe.txt)",
+        "files and folders of other tools: 3 (_SUCCESS, _temporary, sub/__MACOSX)",
         "files ending in .bin: 1 (c.bin)",
         "files ending in .json: 1 (data/a.json)",
         "files ending in .json.gz: 1 (b.Json.gz)",
         "files without a suffix: 1 (LICENSE)",
+        "folders of packages: 1 (x/__pycache__)",
         "hidden files and folders: 1 (.hidden.txt)",
     )
     assert files.unread == expected
@@ -181,21 +184,6 @@ def test_what_a_link_leads_to_below_the_source_is_read_once_by_its_own_name(tmp_
     files = text_files("own", Data(source=str(tmp_path)))
     assert [file.name for file in files.train] == ["2024/0.txt", "2024/1.txt"]
     assert files.unread == (f"links to what is read already: 1 ({link})",)
-
-
-def test_what_other_tools_leave_beside_data_is_not_read_and_named(tmp_path):
-    hidden = [".ipynb_checkpoints/a.txt", ".a.txt.swp"]
-    left = ["_temporary/0/part-1.txt", "_SUCCESS", "_committed_12", "sub/__MACOSX/a.txt"]
-    write(tmp_path, *hidden, *left, "_mine.txt", "_started.txt", "sub/a.txt", "x/__pycache__/a.txt")
-    (tmp_path / "loop.txt").symlink_to(tmp_path / "loop.txt")
-    files = text_files("own", Data(source=str(tmp_path), suffixes=[".txt", "_SUCCESS"]))
-    assert [file.name for file in files.train] == ["_mine.txt", "_started.txt", "sub/a.txt"]
-    assert files.unread == (
-        "dangling links: 1 (loop.txt)",
-        "files and folders of other tools: 4 (_SUCCESS, _committed_12, _temporary, ...)",
-        "folders of packages: 1 (x/__pycache__)",
-        "hidden files and folders: 2 (.a.txt.swp, .ipynb_checkpoints)",
-    )
 
 
 @pytest.mark.parametrize("pattern", [None, "held*"])
