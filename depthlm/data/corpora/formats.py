@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from depthlm.errors import DataError
-from depthlm.files import open_regular
 
 CHUNK = 2**20
 DOWNLOAD = "Download or copy the file again."
@@ -69,19 +68,6 @@ def decompress(raw: BinaryIO, codec: str | None) -> io.BufferedReader:
         # as `zstd -d --long=31`: a window of up to 2 GiB, of which memory is used only as far as the text is long
         stream = zstd.ZstdFile(raw, options={zstd.DecompressionParameter.window_log_max: 31})
     return io.BufferedReader(stream, CHUNK)
-
-
-def compression(file: Path, sample: int = 2**23) -> float:
-    """Return how many bytes of text the first compressed bytes of a local file hold; 1 for a file without a codec.
-
-    sample: the most bytes of text to decompress.
-    """
-    _, codec = split_codec(file.name)
-    if codec is None:
-        return 1.0
-    with name_file_in_errors(TextFile(file.name, str(file))), open_regular(file) as raw:
-        stream = decompress(raw, codec)
-        return len(stream.read(sample)) / max(raw.tell(), 1)
 
 
 def other_format(head: bytes) -> str | None:

@@ -1,23 +1,18 @@
 """Estimates of what preparing a source takes: tokens, disk space and time."""
 
-import functools
-import logging
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from depthlm.counts import count_text
-from depthlm.data.corpora.formats import PARQUET, compression, split_codec
+from depthlm.data.corpora.formats import PARQUET, split_codec
 from depthlm.data.corpora.sources import all_sources, is_remote, text_files
 from depthlm.data.manifest import Manifest, dtype_of, little_endian
 from depthlm.data.settings import Data, Source
 from depthlm.data.token_files import quota, token_folder, vocab_size
 from depthlm.errors import DataError
 from depthlm.machine import environment
-
-log = logging.getLogger("depthlm")
 
 # Bytes of text that one core tokenises per second with a BPE of 50 000 tokens (benchmarks/data.py).
 BYTES_PER_CORE_SECOND = 2e6
@@ -27,15 +22,6 @@ BYTES_PER_TOKEN = 3.0
 
 # Uncompressed bytes per compressed byte, for local files.
 _COMPRESSION = 2.7
-
-# A compression that no text reaches: such a file is damaged, or made to fill a disk.
-_ABSURD = 50.0
-
-# Files of a source whose compression is measured.
-_MEASURED_FILES = 32
-
-# A compressed file below this many bytes cannot hold enough text to matter.
-_SMALL = 2**17
 
 # Training prepares up to this many bytes of text itself, which takes some minutes.
 MAX_TRAINING_BYTES = 2**30
@@ -68,10 +54,7 @@ def estimate(name: str, source: Source, data: Data) -> Estimate | None:
     if not is_remote(source):
         files = text_files(name, source)
         local = [Path(file.location) for file in (*files.train, *(files.held_out or ()))]
-        # measuring each of many files would take minutes
-        measured = {*local[:: -(-len(local) // _MEASURED_FILES)]}
-        sizes = {file: file.stat().st_size for file in local}
-        text_bytes = round(sum(size * _compression(file, size, file in measured) for file, size in sizes.items()))
+        text_bytes = round(sum(file.stat().st_size * _compression(file.name) for file in local))
         download = 0
     if text_bytes is None:
         return None
@@ -86,21 +69,10 @@ def estimate(name: str, source: Source, data: Data) -> Estimate | None:
     )
 
 
-@functools.cache
-def _compression(file: Path, size: int, measure: bool) -> float:
-    """Return about how many bytes of text a byte of a local file holds.
-
-    size: of the file. measure: whether to check if its compression is absurd, which is logged once.
-    """
-    plain, codec = split_codec(file.name)
-    if codec is None:
-        return _COMPRESSION if plain.endswith(PARQUET) else 1.0
-    with suppress(DataError):  # reading its documents reports a damaged file
-        if measure and size >= _SMALL and (ratio := compression(file)) >= _ABSURD:
-            words = "%s: its text is about %.0f times as long as the compressed file, which no usual text is"
-            log.warning(words, file, ratio)
-            return ratio
-    return _COMPRESSION
+def _compression(name: str) -> float:
+    """Return about how many bytes of text a byte of a local file holds."""
+    plain, codec = split_codec(name)
+    return _COMPRESSION if codec is not None or plain.endswith(PARQUET) else 1.0
 
 
 def check_disk_space(name: str, source: Source, data: Data, folder: Path, copies: int = 1) -> Estimate | None:

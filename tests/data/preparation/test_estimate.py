@@ -1,4 +1,3 @@
-import gzip
 import shlex
 
 import pytest
@@ -19,17 +18,6 @@ def test_the_estimate_of_local_text_follows_its_bytes(local, text_folder):
     half = estimate("local", data, local(tokenizer="bytes", max_tokens=size // 2))
     assert half is not None
     assert half.seconds == pytest.approx(full.seconds / 2, rel=0.01)
-
-
-def test_the_estimate_of_a_compressed_file_exceeds_its_size_and_an_absurd_one_is_logged(tmp_path, caplog):
-    data = Data(name="own", source=str(tmp_path), tokenizer="bytes")
-    for size, level, low, high in ((10**6, 0, 2e6, 4e6), (2**26, 1, 2**25, 2**27)):
-        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"x" * size, level))
-        with caplog.at_level("WARNING", logger="depthlm"):
-            estimated = estimate("own", data, data)
-        assert estimated is not None
-        assert low < estimated.text_bytes < high
-        assert ("times as long as the compressed file" in caplog.text) == (level == 1)
 
 
 @pytest.mark.parametrize(
