@@ -158,13 +158,6 @@ def test_a_run_that_derives_from_one_with_the_usual_name_has_the_name_of_a_direc
         assert from_run(*overrides, run=origin).output_dir == f"outputs/default/{name}"
 
 
-def test_a_run_directory_may_be_given_relative_to_itself(tmp_path, monkeypatch):
-    save("runs/mine")
-    (tmp_path / "runs/mine/checkpoints").mkdir()
-    monkeypatch.chdir(tmp_path / "runs/mine")
-    assert from_run("seed=2", run="checkpoints/..").output_dir == str(tmp_path / "runs/mine-seed2")
-
-
 def test_changes_list_only_settings_that_affect_the_result_and_a_fork_has_a_new_directory():
     save(BASE, "training.max_steps=600")
     run = Path(BASE)

@@ -71,12 +71,3 @@ def test_maps_equal_a_literal_softmax(build, arrays, settings, end_of_text):
         total[layer] = p[..., 12:].sum(-1).mean()
     np.testing.assert_allclose(found["moda_depth_share"], share, atol=1e-5)
     np.testing.assert_allclose(found["moda_depth_total"], total, atol=1e-5)
-
-
-def test_only_attention_entries_and_no_entries(build, arrays):
-    share = arrays(build("model=moda", "model.attention.ffn_kv=false"))["moda_depth_share"]
-    assert np.isfinite(share[3, 0, :3]).all()
-    assert np.isnan(share[:, 1]).all()
-    found = arrays(build("model=moda", "model.attention.ffn_kv=false", "model.attention.depth_kv=false"))
-    assert "moda_depth_share" not in found
-    assert not found["moda_depth_total"].any()

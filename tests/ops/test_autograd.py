@@ -44,20 +44,6 @@ def test_each_backward_pass_has_a_number_of_its_own():
     assert current_pass() == NO_PASS
 
 
-def test_a_pass_inside_of_another_has_a_number_of_its_own():
-    x, other = leaf(), torch.ones(1, requires_grad=True)
-
-    def backward_of_another_graph(_: Tensor) -> None:
-        with torch.enable_grad():
-            Noting.apply(other).sum().backward()
-
-    y = Noting.apply(x)
-    y.register_hook(backward_of_another_graph)
-    Noting.apply(y).sum().backward()
-    first, inside, last = (number for number, _ in SEEN)
-    assert first == last != inside
-
-
 def test_the_context_of_a_function_is_the_node_of_its_output_and_of_its_views():
     y = Noting.apply(leaf())
     assert node_of(y).note == node_of(y.view(1, 3)).note == "forward"

@@ -165,27 +165,10 @@ def test_links_to_folders_and_folders_that_are_being_removed_are_not_listed(root
 
 
 KEYS = st.from_regex(r"[a-z_]{1,8}(\.[a-z_]{1,8}){0,2}", fullmatch=True).filter(lambda key: key != "age")
-SIGNS = {
-    "=": lambda a, b: a == b,
-    "!=": lambda a, b: a != b,
-    "<": lambda a, b: a < b,
-    "<=": lambda a, b: a <= b,
-    ">": lambda a, b: a > b,
-    ">=": lambda a, b: a >= b,
-}
-NUMBERS = st.integers(-(10**15), 10**15) | st.floats(allow_nan=False, allow_infinity=False)
+SIGNS = ["=", "!=", "<", "<=", ">", ">="]
 
 
-@given(key=KEYS, sign=st.sampled_from(sorted(SIGNS)), bound=NUMBERS, value=NUMBERS)
-def test_a_comparison_with_a_number_is_that_of_python(key, sign, bound, value):
-    comparison = parse_comparison(f"{key}{sign}{bound!r}")
-    assert comparison is not None
-    assert comparison.matches({key: value}) == SIGNS[sign](value, bound)
-    assert comparison.matches({key: bound}) == SIGNS[sign](0, 0)
-    assert not comparison.matches({f"{key}x": value})
-
-
-@given(st.text() | st.builds("{}{}{}".format, KEYS | st.just("age"), st.sampled_from(sorted(SIGNS)), st.text()))
+@given(st.text() | st.builds("{}{}{}".format, KEYS | st.just("age"), st.sampled_from(SIGNS), st.text()))
 def test_any_text_is_a_comparison_a_word_or_the_users_mistake(text):
     with suppress(UserError):
         comparison = parse_comparison(text)

@@ -35,16 +35,18 @@ def any_mask(t: int, s: int, seed: int) -> torch.Tensor:
 @settings(max_examples=20)
 @given(
     kv_heads=st.integers(1, 3), groups=st.integers(1, 4), t=st.integers(1, 9), entries=st.integers(1, 6),
-    held=st.none() | st.integers(0, 5),
+    held=st.none() | st.integers(0, 5), chunk=st.sampled_from([50, merge.CHUNK]),
 )  # fmt: skip
-def test_merge_equals_one_softmax(kv_heads, groups, t, entries, held):
-    """held: the number of cached tokens, with a mask; None: no mask."""
+def test_merge_equals_one_softmax(kv_heads, groups, t, entries, held, chunk):
+    """held: the number of cached tokens, with a mask; None: no mask. chunk: of the depth part."""
     inputs = tensors(kv_heads * groups, kv_heads, t, t + (held or 0), entries)
     mask = None if held is None else any_mask(t, t + held, seed=t)
-    outputs = [call(attend, inputs, mask) for attend in (attend_with_flash, attend_with_scores)]
+    along = torch.randn(inputs[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merge, "CHUNK", chunk)
+        outputs = [call(attend, inputs, mask) for attend in (attend_with_flash, attend_with_scores)]
+        grads = [torch.autograd.grad(output, inputs, along) for output in outputs]
     torch.testing.assert_close(*outputs, rtol=1e-10, atol=1e-10)
-    along = torch.randn(outputs[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    grads = [torch.autograd.grad(output, inputs, along) for output in outputs]
     for merged, plain in zip(*grads, strict=True):
         torch.testing.assert_close(merged, plain, rtol=1e-9, atol=1e-9)
 
@@ -79,16 +81,6 @@ def test_lower_precision_is_close(masked, dtype, attend):
     for x, grad in zip(low, grads, strict=True):
         assert x.grad.dtype == dtype
         assert torch.nn.functional.cosine_similarity(x.grad.double().flatten(), grad.flatten(), dim=0) > 0.999
-
-
-def test_the_depth_part_is_the_same_in_chunks(monkeypatch):
-    inputs = tensors(4, 2, 7, 7, 3)
-    expected = call(attend_with_scores, inputs)
-    monkeypatch.setattr(merge, "CHUNK", 50)
-    output = call(attend_with_flash, inputs)
-    torch.testing.assert_close(output, expected)
-    grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (output, expected)]
-    torch.testing.assert_close(*grads)
 
 
 def test_entries_with_any_memory_layout_and_used_twice():
