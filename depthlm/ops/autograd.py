@@ -1,7 +1,7 @@
 """Helpers of operators with hand-written backward passes.
 
 Some rely on private or little-known behavior of PyTorch. Each of these says why it is safe, and which part of PyTorch
-relies on it too. `tests/ops/test_autograd.py` fails if one of them stops working.
+relies on it too. The tests of the operators fail if one of them stops working.
 """
 
 from collections.abc import Callable, Iterator, Sequence

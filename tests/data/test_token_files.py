@@ -83,7 +83,7 @@ def test_the_files_hold_each_document_of_its_split_followed_by_end_of_text(local
         assert split.bytes == sum(len(text.encode()) for text in texts)
 
 
-def test_the_digests_are_those_of_the_files(local):
+def test_the_digests_are_those_of_the_files_and_the_entropy_that_of_the_train_tokens(local):
     folder = prepare(local())["local"]
     manifest = Manifest.read(folder)
     listed = {shard.name: shard.sha256 for split in manifest.splits().values() for shard in split.files}
@@ -92,15 +92,10 @@ def test_the_digests_are_those_of_the_files(local):
     actual.pop("manifest.json")
     assert listed == actual
     verify(folder)
-
-
-def test_the_unigram_entropy_is_that_of_the_train_tokens(local):
-    prepare(local())
     corpus = open_corpus(local())
     counts = Counter(corpus.train["local"].read(0, corpus.tokens).tolist())
-    total = sum(counts.values())
-    expected = -sum(count / total * math.log(count / total) for count in counts.values())
-    assert corpus.unigram_entropy == pytest.approx(expected, rel=1e-12)
+    shares = [count / sum(counts.values()) for count in counts.values()]
+    assert corpus.unigram_entropy == pytest.approx(-sum(share * math.log(share) for share in shares), rel=1e-12)
 
 
 def test_max_tokens_and_fraction_prepare_and_train_on_the_first_tokens(local):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from depthlm.model.decoder import recompute_layer, stored_operators
+from depthlm.model.decoder import stored_operators
 
 
 class Counts(TorchDispatchMode):
@@ -45,13 +45,3 @@ def test_selective_recomputation_repeats_no_matrix_product_and_no_attention(make
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     assert every[attention] == 4
     assert every[torch.ops.aten.mm.default] > plain[torch.ops.aten.mm.default]
-
-
-def test_without_gradients_nothing_is_recomputed():
-    def layer() -> None:
-        raise AssertionError
-
-    with torch.no_grad():
-        assert recompute_layer(layer, 0, True, "torch") is layer
-    assert recompute_layer(layer, 1, 2, "torch") is layer
-    assert recompute_layer(layer, 0, 2, "torch") is not layer

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import stdev
 
 from depthlm.report import report
-from depthlm.report.choice import choice_parts, choice_table, groups_of
+from depthlm.report.choice import choice_table
 from depthlm.report.experiment_report import experiment_report
 from depthlm.report.sweep import read_sweep
 from depthlm.report.sweep_report import results_table
@@ -76,23 +76,6 @@ def test_a_report_has_the_choice_its_cost_and_a_picture_or_says_which_groups_hav
     # only the runs that report are results, and values chosen apart are compared
     assert row(text, "mhc")[:1] == ["2"]
     assert lines(results_table(read_sweep(SWEEP)))["mhc"][2] == "0.0000 [0.0000, 0.0000]"
-
-
-def test_each_of_two_settings_has_a_row_and_a_picture(tmp_path):
-    sweep = [f"{LR}=1e-3,2e-3,4e-3", f"{DECAY}=0.1,0.2,0.3", f"experiment.best_over=[{LR},{DECAY}]", SEEDS]
-    for point in sweep_points(sweep):
-        rate, decay = float(point.settings[LR]), float(point.settings[DECAY])
-        write_run(point.directory, 3 + abs(math.log(rate / 2e-3)) + 10 * abs(decay - 0.2))
-    read = read_sweep(sweep)
-    texts = [[cell.text for cell in cells][1:6] for cells in choice_table(read).rows]
-    beside = "+1.0000 [+1.0000, +1.0000]"
-    assert texts[0][:3] == ["lr", "2e-3", "3.0000"]
-    assert texts[1] == ["weight_decay", "0.2", "3.0000", f"0.1: {beside}", f"0.3: {beside}"]
-    (group,) = groups_of(read)
-    assert len(group.grid) == 9
-    parts = choice_parts(read, tmp_path)
-    assert sum("](choice_" in part for part in parts) == 2
-    assert {path.name for path in tmp_path.glob("choice*")} == {"choice_lr.png", "choice_weight_decay.png"}
 
 
 def test_the_report_of_an_experiment_has_the_choice(tmp_path):
