@@ -50,10 +50,6 @@ def test_gpu_hour_preserves_the_model_and_reduces_steps_to_its_flops():
     assert spent == pytest.approx(1e12, rel=0.05)
     # the matrices contain most of the parameters
     assert matrices(hour) == pytest.approx(498.17e6 - 50304 * 1152, rel=0.01)
-    # a larger model than those of the experiment does not cost more
-    larger = of("budget=gpu_hour", "size=3b")
-    spent = 6 * matrices(larger) * (run_steps(larger) or 0) * tokens
-    assert spent == pytest.approx(1.44e18, rel=0.01)
     assert hour.training.batch_size % (hour.training.micro_batch_size or 1) == 0
 
 

@@ -14,7 +14,9 @@ def row(step: int, layers: int = 2, experts: int = 4, **changes: object) -> dict
     return values | changes
 
 
-def test_damaged_rows_are_left_out(tmp_path):
+def test_damaged_rows_are_left_out_and_without_rows_there_is_no_picture(tmp_path):
+    (tmp_path / "experts.jsonl").write_text("")
+    assert expert_picture(tmp_path) is None
     damaged: list[object] = [
         row(2, load=[[0.5, 0.5], [1.0]]), row(2, experts=3), row(2, entropy=[1.0]), row(2, bias=None),
         row(2, load="none"), {"step": 2}, [2], row(2) | {"step": "two"}, row(2, entropy=["a", "b"]),
@@ -30,9 +32,3 @@ def test_damaged_rows_are_left_out(tmp_path):
     assert load.get_title() == "load at step 3, 1 if all are equal"
     assert entropy.get_title() == "entropy of the router in nats, at most 1.39"
     assert [line.get_xdata().tolist() for line in bias.lines] == [[1, 3], [1, 3]]
-
-
-def test_a_run_without_experts_has_no_picture(tmp_path):
-    assert expert_picture(tmp_path) is None
-    (tmp_path / "experts.jsonl").write_text("")
-    assert expert_picture(tmp_path) is None

@@ -89,13 +89,12 @@ def test_initialization_from_meta_and_in_bf16(make_decoder):
     torch.testing.assert_close(other(tokens).float(), model(tokens), atol=0.05, rtol=0)
 
 
-class Gate(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Parameter(torch.empty(3))
-
-
 def test_a_module_initializes_its_own_parameters():
+    class Gate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Parameter(torch.empty(3))
+
     class InitializedGate(Gate):
         def init_parameter(self, name, tensor, generator, std):
             tensor.fill_(7.0)

@@ -46,10 +46,14 @@ def test_it_is_the_time_of_the_first_validation_with_at_most_the_baselines_last_
     assert "no finite number" not in text
 
 
-def test_incomplete_runs_have_no_time():
+def test_incomplete_runs_and_those_without_a_finite_last_loss_of_the_baseline_have_no_time():
     vanilla, dca, mhc = directories(OF)
+    write(vanilla, (10, 4.0), (20, 3.5), (30, None))
+    write(dca, (10, 3.0), (20, 2.0))
+    assert times() == [None, None, None]
     write(vanilla, (10, 4.0), (20, 3.5))
     write(dca, (10, 3.0), done=0.5)
+    (Path(dca) / "summary.json").unlink()
     assert times() == [1.0, None, None]
     assert row(reported(OF), "DCA", 1) == [MISSING]
     write(vanilla, (10, 4.0), (20, 3.5), done=0.5)
@@ -66,10 +70,3 @@ def test_runs_are_compared_with_the_baseline_of_their_seed_or_with_the_mean_of_a
     # a seed that the baseline has not: its mean loss is 2.5 after 30 seconds
     write(directories(OF, seeds=["3"])[2], (9, 2.6), (12, 2.5))
     assert times(["1", "2", "3"]) == [1.0, (10 / 40 + 20 / 20) / 2, 12 / 30]
-
-
-def test_a_baseline_whose_last_validation_is_not_finite_has_no_final_loss():
-    vanilla, dca, _ = directories(OF)
-    write(vanilla, (10, 4.0), (20, 3.5), (30, None))
-    write(dca, (10, 3.0), (20, 2.0))
-    assert times() == [None, None, None]

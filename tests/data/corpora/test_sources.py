@@ -150,17 +150,14 @@ def test_a_source_of_a_mixture_takes_missing_settings_from_the_corpus():
     assert (held.hub, held.path, held.split, held.text_field) == (None, None, "validation", "body")
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
+def test_missing_text_is_an_error():
+    for data, message in (
         (Data(source="nowhere"), "no such folder or file: nowhere"),
         (Data(source="."), "no file ending in .txt, .md, .py"),
         (Data(name="own"), "Set data.source"),
-    ],
-)
-def test_missing_text_is_an_error(data, message):
-    with pytest.raises(DataError, match=message):
-        list(docs(data))
+    ):
+        with pytest.raises(DataError, match=message):
+            list(docs(data))
 
 
 def test_linked_folders_are_read_once_and_unusual_names_are_read(tmp_path):
