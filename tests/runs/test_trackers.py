@@ -32,14 +32,11 @@ def test_a_service_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
     assert scalars(tmp_path, "loss") == [(1, 1.0)]
 
 
-def test_tracker_is_one_service_or_a_list_of_them():
+def test_tracker_is_one_service_or_a_list_of_them_that_are_installed(monkeypatch):
     for choice in ("none", "wandb", "[tensorboard,trackio]"):
         tracker = compose_anywhere([f"tracker={choice}"]).tracker
         expected = [name for name in ("wandb", "tensorboard", "trackio") if name in choice]
         assert [name for name in ("wandb", "tensorboard", "trackio") if getattr(tracker, name)] == expected
-
-
-def test_a_tracker_that_is_not_installed_is_an_error_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as error:
         compose(["tracker=[wandb,trackio]", "kernels=torch"])

@@ -170,13 +170,11 @@ def test_a_mistake_ends_with_2(overrides, options, message, capsys):
     assert not launcher.launched
 
 
-def test_other_choices_need_another_study(capsys):
+def test_other_choices_need_another_study_and_all_need_optuna(monkeypatch, capsys):
     assert sweep(Launcher(distance), "optimizer.lr=1e-3,2e-3") == 0
     assert sweep(Launcher(distance), "optimizer.lr=1e-3,4e-3") == 2
     assert "give another hydra.sweeper.study_name=" in capsys.readouterr().err
-
-
-def test_the_sweeper_needs_optuna(monkeypatch, capsys):
+    # without Optuna
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert sweep(Launcher(distance)) == 2
     assert "hydra/sweeper=optuna: not installed; pip install" in capsys.readouterr().err

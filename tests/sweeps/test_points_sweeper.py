@@ -103,11 +103,8 @@ def test_a_dry_run_ends(capsys):
     assert "1 group without a chosen value yet" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_sweep_without_a_finite_loss_fails():
+def test_a_sweep_without_a_finite_loss_or_with_a_run_that_failed_fails():
     assert sweep(Launcher(lambda rate: None), "experiment.widen=0") == 1
-
-
-def test_a_run_that_failed_fails_the_sweep():
     failing = SimpleNamespace(
         launch=lambda job_overrides, initial_job_idx: [
             JobReturn(status=JobStatus.COMPLETED, _return_value=math.inf) for _ in job_overrides

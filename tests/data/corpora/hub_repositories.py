@@ -32,7 +32,6 @@ given = json.loads(sys.argv[1])
 QUESTIONS: dict[str, list[Any]] = {
     "c4": ["allenai/c4", "en", None, ["train", "validation"]],
     "c4, no subset": ["allenai/c4", None, None, ["train"]],
-    "c4, no such split": ["allenai/c4", "en", None, ["train", "test"]],
     "fineweb, no validation": ["HuggingFaceFW/fineweb-edu", "sample-10BT", None, ["train", "validation"]],
     "lm1b, no such folder": ["billion-word-benchmark/lm1b", "en", "refs/convert/parquet", ["train"]],
     "lm1b script": ["billion-word-benchmark/lm1b", None, None, ["train"]],

@@ -77,7 +77,6 @@ def test_the_files_of_each_split(asked, hub, question):
 NULL = "what the Hugging Face hub answered is not as expected"
 REFUSED = {
     "c4, no subset": ("none of several subsets is chosen", "data.subset to one of: en, en.noclean."),
-    "c4, no such split": ("no such split 'test'", "some of: train, validation."),
     "fineweb, no validation": ("no such split 'validation'", "some of: train."),
     "lm1b, no such folder": ("no such subset 'en'", "a folder of it: plain_text."),
     "lm1b script": ("no file of text (.parquet, .jsonl, .json)", "data.revision=refs/convert/parquet"),
