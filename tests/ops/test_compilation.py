@@ -74,7 +74,7 @@ for streams, output, dtype, n, pending, identity in (
     compile_both(mhc, sources, parameters, (1e-5, 3, [*PAPER], dtype), maps)
     if not identity:
         parameters = [zeros(n + 2, d), zeros(n), zeros(n), zeros(n, n), zeros(2)]
-        compile_both(hyper, sources, parameters, (1e-5, dtype), maps)
+        compile_both(hyper, sources, parameters, (1e-5,), maps)
 """
 HEADS = """
 from depthlm.ops.depth_attention import triton as depth_attention

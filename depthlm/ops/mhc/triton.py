@@ -1,12 +1,11 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-"""`mhc_post_pre` in Triton. The first pass writes and projects the new streams, the second one reads them.
+"""`mhc_post_pre` in Triton, two kernels in each direction.
 
-The columns of the projection are in two parts: H_res as a matrix padded to a power of two, and 16 columns with H_pre
-from column 0 and H_post from column `padded`. So every product has the 16 columns that `tl.dot` requires. If H_res is
-the identity, the first part is missing.
+Forward, the first one writes and projects the new streams; the second one computes the maps and reads. Backward, the
+first one passes the gradients through the read and the maps; the second one computes those of the sources.
 
 Shapes: b batch, t tokens, p positions (batch and tokens), n streams, i new stream, j old stream, d hidden size,
-m = n (n + 2) or 2 n, r columns of H_res, g columns of H_pre and H_post (gates), k iterations.
+m = n (n + 2) or, if H_res is the identity, 2 n: H_pre, H_post and H_res in this order, k iterations.
 """
 
 import torch
@@ -17,17 +16,19 @@ from depthlm.ops.dtypes import compute_dtype, no_autocast
 from depthlm.ops.library import register
 from depthlm.ops.mhc.cpu import PAPER, Form, Parameters, Pending, Result
 from depthlm.ops.mhc.triton_streams import (
-    FORWARD_WARPS,
-    POSITIONS,
     Tensors,
+    add_columns,
     check_streams,
     empty_outputs,
     launch,
     load_maps,
-    load_tiles,
+    load_pending,
+    load_shared,
+    load_vectors,
     mixed_tile,
     pre_gradient,
     read_streams,
+    rounded,
     rows,
     settings_of,
     store_grad_maps,
@@ -38,8 +39,9 @@ from depthlm.ops.mhc.triton_streams import (
 )
 from depthlm.ops.triton_common import cdiv, load_fp32, store_as, tl, triton
 
-# columns per chunk of 3 or 4 streams
-COLUMNS = 32
+# positions of a program, by the predicted times: of the kernel with a matrix product, and of the others
+PROJECTED_POSITIONS = 32
+POSITIONS = 16
 
 
 def mhc_post_pre(
@@ -86,14 +88,20 @@ def forward(
     identity.
     """
     phi, *norm, bias, alpha = parameters
-    *outputs, low = _outputs(sources, parameters, eps, iterations, form, dtype)
+    *outputs, scaled_phi = _outputs(sources, parameters, eps, iterations, form, dtype)
     if norm:
-        torch.mul(norm[0], phi, out=low)
+        torch.mul(norm[0], phi, out=scaled_phi)
     else:
-        low.copy_(phi)
-    settings = settings_of(sources[0], COLUMNS, eps, dtype, len(alpha) == 2, form)
-    launch(mhc_forward, sources, [low, bias, alpha], outputs, iterations, settings, warps=FORWARD_WARPS)
-    return [*outputs, low]
+        scaled_phi.copy_(phi)
+    read, new, post, *res, projected, scale = outputs
+    identity = len(alpha) == 2
+    settings = settings_of(sources[0], eps, PROJECTED_POSITIONS, identity, form)
+    launch(write_and_project, sources, scaled_phi, [new, projected, scale], settings)
+    settings = settings_of(sources[0], eps, POSITIONS, identity, form)
+    # the streams that are read are the first source
+    read_from = [new] if len(sources) > 1 else sources
+    launch(maps_and_read, read_from, [bias, alpha], [projected, scale], [read, post, *res], iterations, settings)
+    return [*outputs, scaled_phi]
 
 
 @register(__name__, "mhc_post_pre_backward", _gradients)
@@ -104,212 +112,194 @@ def backward(
     """Return the gradients of the sources, phi and the norm, and those of bias and alpha in one tensor."""
     phi, *norm, bias, alpha = parameters
     identity = len(alpha) == 2
-    projected, scale, low = kept
+    projected, scale, scaled_phi = kept
     b, t, n, d = new.shape
-    settings = settings_of(new, COLUMNS, eps, dtype, identity, form)
+    settings = settings_of(new, eps, POSITIONS, identity, form)
     grad_sources = [torch.empty_like(x) for x in sources]
     grad_projected = torch.empty_like(projected, dtype=new.dtype)
-    partial_sums = scale.new_empty(cdiv(b * t, POSITIONS), len(bias) + len(alpha))
-    sums = [] if identity else [scale.new_empty(b * t, iterations, 2, settings.padded.value)]
-    scratch = [grad_projected, partial_sums, *sums]
-    tensors = new, [low, bias, alpha], [projected, scale], grads, grad_sources, scratch
-    launch(mhc_backward, sources, *tensors, iterations, settings)
+    partial_sums = scale.new_empty(cdiv(b * t, settings.positions.value), len(bias) + len(alpha))
+    sums = [] if identity else [scale.new_empty(b * t, iterations, 2, settings.padded_n.value)]
+    factors = scale.new_empty(b * t, n + 1)
+    scratch = [grad_projected, factors, partial_sums, *sums]
+    launch(maps_backward, [new], [bias, alpha], [projected, scale], grads, scratch, iterations, settings)
+    launch(streams_backward, sources, new, scaled_phi, grads, grad_sources, [grad_projected, factors], settings)
     with no_autocast(new):
-        # in the dtype of the streams: a copy of them in 16 bits would move more bytes than the product
+        # in the dtype of the streams: a copy of them in another one would move more bytes than the product
         grad_phi = (grad_projected.view(b * t, -1).mT @ new.view(b * t, n * d)).to(phi.dtype)
     grads_of_product = [grad_phi * norm[0], (grad_phi * phi).sum(0)] if norm else [grad_phi]
     return [*grad_sources, *grads_of_product, partial_sums.sum(0)]
 
 
 @triton.jit
-def mhc_forward(sources, parameters, outputs, iterations, positions, d, settings):
+def write_and_project(sources, phi_ptr, outputs, positions, d: tl.constexpr, settings):
+    """Store X', its products with phi, and 1 / rms."""
     PENDING: tl.constexpr = len(sources) > 1
     n: tl.constexpr = settings.n
-    phi_ptr, bias_ptr, alpha_ptr = parameters
-    read_ptr, new_ptr, post_ptr = outputs[0], outputs[1], outputs[2]
-    projected_ptr, scale_ptr = outputs[3 if settings.identity else 4], outputs[4 if settings.identity else 5]
+    m: tl.constexpr = n * 2 if settings.identity else n * (n + 2)
+    new_ptr, projected_ptr, scale_ptr = outputs
     p, mask_p = rows(positions, settings)
-    r, mask_r, g, mask_g = _columns(settings)
-    if PENDING:
-        maps = load_maps(sources, p, mask_p, settings)
-    projected_r = tl.zeros([settings.positions, r.shape[0]], tl.float32)
-    projected_g = tl.zeros([settings.positions, 16], tl.float32)
-    squares = tl.zeros(p.shape, tl.float32)
+    k = tl.arange(0, settings.padded)
+    projected = tl.zeros([settings.positions, settings.padded], tl.float32)
+    squares = tl.zeros([settings.positions, settings.lanes], tl.float32)
     for start in range(0, d, settings.columns):
-        column, mask_c, at_x, at_y, mask = tile(p, mask_p, start, d, settings)
+        at_x, at_y, mask = tile(p, mask_p, start, d, settings)
+        column = start + tl.arange(0, settings.columns)
+        mask_phi = (column < d)[:, None] & (k < m)[None, :]
         if PENDING:
-            y = load_fp32(sources[1], at_y, mask)
-            old = load_tiles(sources[0], at_x, mask, d, settings)
-        for i in tl.static_range(n):
+            y, old = load_pending(sources, at_x, at_y, mask, d, settings)
+        # a loop over the streams that is not unrolled: else all maps and tiles of phi are held at once, and spilled
+        for i in range(n):
             if PENDING:
-                new = mixed_tile(i, old, y, maps, settings).to(new_ptr.dtype.element_ty)
+                mixed = mixed_tile(sources, i, p, mask_p, at_x, mask, y, old, d, settings)
+                new = mixed.to(new_ptr.dtype.element_ty)
                 tl.store(new_ptr + at_x + i * d, new, mask)
             else:
                 new = tl.load(sources[0] + at_x + i * d, mask, other=0.0)
-            squares += tl.sum(new.to(tl.float32) * new.to(tl.float32), axis=1)
-            phi = phi_ptr + i * d + column[:, None]
-            if not settings.identity:
-                phi_r = tl.load(phi + (r * (d * n))[None, :], mask_c[:, None] & mask_r[None, :], other=0.0)
-                projected_r = tl.dot(new.to(settings.dtype), phi_r, projected_r, input_precision="ieee")
-            phi_g = tl.load(phi + (g * (d * n))[None, :], mask_c[:, None] & mask_g[None, :], other=0.0)
-            projected_g = tl.dot(new.to(settings.dtype), phi_g, projected_g, input_precision="ieee")
-    scale = tl.rsqrt(squares / (d * n) + settings.eps)
-    tl.store(scale_ptr + p, scale, mask_p)
-    projected_r, projected_g = projected_r * scale[:, None], projected_g * scale[:, None]
-    _store_columns(projected_ptr, p, mask_p, projected_r, projected_g, settings)
-
-    gates = _gates(projected_g, bias_ptr, alpha_ptr, settings)
-    if not settings.identity:
-        valid, at_ij = _cells(settings)
-        res = _sinkhorn(_logits(projected_r, bias_ptr, alpha_ptr, settings), None, mask_p, iterations, settings)
-        tl.store(outputs[3] + (p * n * n)[:, None, None] + at_ij, res, mask_p[:, None, None] & valid)
-    post_column, mask_post = _post_columns(settings)
-    post_mask = mask_p[:, None] & mask_post[None, :]
-    post = gates * settings.post_scale + settings.post_eps
-    tl.store(post_ptr + (p * n)[:, None] + post_column[None, :], post, post_mask)
-    pre = _pre(gates, settings)
-    # the values that follow were written by other threads
-    tl.debug_barrier()
-    read_streams(read_ptr, new_ptr if PENDING else sources[0], pre, p, mask_p, d, settings)
+            squares = add_columns(squares, new.to(tl.float32) * new.to(tl.float32))
+            phi = tl.load(phi_ptr + i * d + column[:, None] + (k * (d * n))[None, :], mask_phi, other=0.0)
+            projected = tl.dot(new.to(phi.dtype), phi, projected, input_precision="tf32x3")
+    tl.store(projected_ptr + (p * m)[:, None] + k[None, :], projected, mask_p[:, None] & (k < m)[None, :])
+    tl.store(scale_ptr + p, tl.rsqrt(tl.sum(squares, axis=1) / (d * n) + settings.eps), mask_p)
 
 
 @triton.jit
-def mhc_backward(sources, new_ptr, parameters, kept, grads, grad_sources, scratch, iterations, positions, d, settings):
+def maps_and_read(sources, parameters, kept, outputs, iterations, positions, d: tl.constexpr, settings):
+    """Compute the maps from the projection; store H_pre X', H_post and H_res."""
+    n: tl.constexpr = settings.n
+    p, mask_p = rows(positions, settings)
+    stream = tl.arange(0, settings.padded_n)[None, :]
+    _, post = _load_gates(1, parameters, kept, p, mask_p, settings)
+    post_ptr = outputs[1] + (p * n)[:, None] + stream
+    tl.store(post_ptr, post * settings.post_scale + settings.post_eps, mask_p[:, None] & (stream < n))
+    if not settings.identity:
+        valid, at_ij = _cells(settings)
+        _, logits = _load_res(parameters, kept, p, mask_p, settings)
+        res = _sinkhorn(logits, None, mask_p, iterations, settings)
+        tl.store(outputs[2] + (p * n * n)[:, None, None] + at_ij, res, mask_p[:, None, None] & valid)
+    _, gates = _load_gates(0, parameters, kept, p, mask_p, settings)
+    pre = ()
+    for i in tl.static_range(n):
+        pre += (tl.sum(tl.where(stream == i, gates, 0.0), axis=1) + settings.pre_eps,)
+    read_streams(outputs[0], sources[0], pre, p, mask_p, d, settings)
+
+
+@triton.jit
+def maps_backward(sources, parameters, kept, grads, scratch, iterations, positions, d: tl.constexpr, settings):
+    """Store the gradients of the projection, and partial sums of those of the bias and alpha.
+
+    Store the factors of the gradient of X', too: H_pre, which multiplies that of the read, and the factor of X', since
+    the gradient of rms(X') is parallel to it.
+    """
+    n: tl.constexpr = settings.n
+    m: tl.constexpr = n * 2 if settings.identity else n * (n + 2)
+    grad_projected_ptr, factors_ptr, partial_ptr = scratch[0], scratch[1], scratch[2]
+    p, mask_p = rows(positions, settings)
+    stream = tl.arange(0, settings.padded_n)[None, :]
+    mask = mask_p[:, None] & (stream < n)
+    grad_pre = pre_gradient(grads[0], sources[0], p, mask_p, d, settings)
+    scale = tl.load(kept[1] + p, mask_p, other=0.0)
+    partial_ptr += tl.program_id(0) * (m + (2 if settings.identity else 3))
+    along = tl.zeros(p.shape, tl.float32)
+    for part in tl.static_range(2):
+        projected, gates = _load_gates(part, parameters, kept, p, mask_p, settings)
+        if part == 0:
+            tl.store(factors_ptr + (p * (n + 1))[:, None] + stream, gates + settings.pre_eps, mask)
+            grad = tl.zeros(gates.shape, tl.float32)
+            for i in tl.static_range(n):
+                grad = tl.where(stream == i, grad_pre[i][:, None], grad)
+        else:
+            grad = load_fp32(grads[2], (p * n)[:, None] + stream, mask) * settings.post_scale
+        grad = rounded(grad * (gates * (1 - gates)))
+        tl.store(partial_ptr + part * n + stream, tl.sum(grad, axis=0)[None, :], stream < n)
+        grad_alpha, alpha = tl.sum(rounded(grad * projected), axis=1), tl.load(parameters[1] + part).to(tl.float32)
+        tl.store(partial_ptr + m + part, tl.sum(grad_alpha, axis=0))
+        along -= alpha * grad_alpha
+        store_as(grad_projected_ptr + part * n, (p * m)[:, None] + stream, alpha * grad * scale[:, None], mask)
+    if not settings.identity:
+        valid, at_ij = _cells(settings)
+        projected, logits = _load_res(parameters, kept, p, mask_p, settings)
+        grad = _sinkhorn_backward(logits, grads[3], scratch[3], p, mask_p, iterations, settings)
+        tl.store(partial_ptr + 2 * n + at_ij, tl.sum(grad, axis=0)[None, :, :], valid)
+        grad_alpha = tl.sum(tl.sum(rounded(grad * projected), axis=2), axis=1)
+        alpha = tl.load(parameters[1] + 2).to(tl.float32)
+        tl.store(partial_ptr + m + 2, tl.sum(grad_alpha, axis=0))
+        along -= alpha * grad_alpha
+        grad_projected, at = alpha * grad * scale[:, None, None], (p * m)[:, None, None] + at_ij
+        store_as(grad_projected_ptr + 2 * n, at, grad_projected, mask_p[:, None, None] & valid)
+    tl.store(factors_ptr + p * (n + 1) + n, along * scale * scale / (d * n), mask_p)
+
+
+@triton.jit
+def streams_backward(sources, new_ptr, phi_ptr, grads, grad_sources, scratch, positions, d: tl.constexpr, settings):
+    """Store the gradients of the sources.
+
+    The products with phi are sums in fp32 rather than matrix products: the tiles of streams would go through shared
+    memory on their way to tensor cores and back, which takes longer than the multiplications.
+    """
     PENDING: tl.constexpr = len(sources) > 1
     n: tl.constexpr = settings.n
-    phi_ptr, bias_ptr, alpha_ptr = parameters
-    projected_ptr, scale_ptr = kept
-    grad_read_ptr, grad_new_ptr, grad_post_ptr = grads[0], grads[1], grads[2]
-    grad_projected_ptr, partial_ptr = scratch[0], scratch[1]
-    p, mask_p = rows(positions, settings)
-    r, mask_r, g, mask_g = _columns(settings)
-    grad_pre = pre_gradient(grad_read_ptr, new_ptr, p, mask_p, d, settings)
-
-    # the maps
     m: tl.constexpr = n * 2 if settings.identity else n * (n + 2)
-    projected_ptr += (p * m)[:, None]
-    projected_g = load_fp32(projected_ptr, g[None, :], mask_p[:, None] & mask_g[None, :])
-    gates = _gates(projected_g, bias_ptr, alpha_ptr, settings)
-    post_column, mask_post = _post_columns(settings)
-    grad_post_ptr += (p * n)[:, None]
-    grad_gates = load_fp32(grad_post_ptr, post_column[None, :], mask_p[:, None] & mask_post[None, :])
-    grad_gates *= settings.post_scale
-    for i in tl.static_range(n):
-        grad_gates = tl.where(tl.arange(0, 16)[None, :] == i, grad_pre[i][:, None], grad_gates)
-    grad_g = grad_gates * gates * (1 - gates)
-    # the sums over the positions of this program: the gradients of the bias, then of alpha
-    partial_ptr += tl.program_id(0) * (m + (2 if settings.identity else 3))
-    tl.store(partial_ptr + g, tl.sum(grad_g, axis=0), mask_g)
-    grad_alpha_g = tl.sum(grad_g * projected_g, axis=0)
-    tl.store(partial_ptr + m, tl.sum(tl.where(mask_post, 0.0, grad_alpha_g), axis=0))
-    tl.store(partial_ptr + m + 1, tl.sum(tl.where(mask_post, grad_alpha_g, 0.0), axis=0))
-    # the projection: the gradient of rms(X') is parallel to X'
-    scale = tl.load(scale_ptr + p, mask_p, other=0.0)
-    grad_g *= load_fp32(alpha_ptr, g // n, mask_g)[None, :]
-    along = tl.sum(grad_g * projected_g, axis=1)
-    grad_g *= scale[:, None]
-    if settings.identity:
-        grad_r = grad_g
-    else:
-        projected_r = load_fp32(projected_ptr, r[None, :], mask_p[:, None] & mask_r[None, :])
-        logits = _logits(projected_r, bias_ptr, alpha_ptr, settings)
-        grad_r = _sinkhorn_backward(logits, grads[3], scratch[2], p, mask_p, iterations, settings)
-        grad_r = tl.reshape(grad_r, projected_r.shape)
-        tl.store(partial_ptr + r, tl.sum(grad_r, axis=0), mask_r)
-        tl.store(partial_ptr + m + 2, tl.sum(tl.sum(grad_r * projected_r, axis=1), axis=0))
-        grad_r *= tl.load(alpha_ptr + 2).to(tl.float32)
-        along += tl.sum(grad_r * projected_r, axis=1)
-        grad_r *= scale[:, None]
-    along = -along * scale * scale / (d * n)
-    _store_columns(grad_projected_ptr, p, mask_p, grad_r, grad_g, settings)
-    low_r, low_g = grad_r.to(settings.dtype), grad_g.to(settings.dtype)
-    pre = _pre(gates, settings)
-
-    # the streams
+    grad_projected_ptr, factors_ptr = scratch
+    p, mask_p = rows(positions, settings)
+    factors = load_vectors(factors_ptr, p, mask_p, n + 1)
     if PENDING:
         maps = load_maps(sources, p, mask_p, settings)
-        grad_maps = zeros(p.shape, n if settings.identity else n + n * n)
+        grad_maps = zeros([settings.positions, settings.lanes], n if settings.identity else n + n * n)
     for start in range(0, d, settings.columns):
-        column, mask_c, at_x, at_y, mask = tile(p, mask_p, start, d, settings)
-        grad_read = load_fp32(grad_read_ptr, at_y, mask)
-        tiles = ()
+        at_x, at_y, mask = tile(p, mask_p, start, d, settings)
+        grad_read, grad_new = load_fp32(grads[0], at_y, mask), ()
         for i in tl.static_range(n):
-            grad = pre[i][:, None] * grad_read + along[:, None] * load_fp32(new_ptr + at_x, i * d, mask)
+            grad = factors[i][:, None] * grad_read + factors[n][:, None] * load_fp32(new_ptr + at_x, i * d, mask)
             if PENDING:
-                grad += load_fp32(grad_new_ptr + at_x, i * d, mask)
-            phi = phi_ptr + i * d + column[None, :]
-            if not settings.identity:
-                phi_r = tl.load(phi + (r * (d * n))[:, None], mask_r[:, None] & mask_c[None, :], other=0.0)
-                grad = tl.dot(low_r, phi_r, grad, input_precision="ieee")
-            phi_g = tl.load(phi + (g * (d * n))[:, None], mask_g[:, None] & mask_c[None, :], other=0.0)
-            grad = tl.dot(low_g, phi_g, grad, input_precision="ieee")
-            if PENDING:
-                tiles += (grad,)
-            else:
-                store_as(grad_sources[0] + at_x, i * d, grad, mask)
+                grad += load_fp32(grads[1] + at_x, i * d, mask)
+            grad_new += (grad,)
+        for part in range(m // n):
+            for c in tl.static_range(n):
+                k, sums = part * n + c, ()
+                grad_projected = load_fp32(grad_projected_ptr + p * m, k, mask_p)[:, None]
+                for i in tl.static_range(n):
+                    phi = load_shared(phi_ptr, k * n + i, start, d, settings)
+                    sums += (grad_new[i] + grad_projected * phi,)
+                grad_new = sums
         if PENDING:
-            grad_maps = write_backward(tiles, grad_maps, maps, sources, grad_sources, at_x, at_y, mask, d, settings)
+            grad_maps = write_backward(grad_new, grad_maps, maps, sources, grad_sources, at_x, at_y, mask, d, settings)
+        else:
+            for i in tl.static_range(n):
+                store_as(grad_sources[0] + at_x, i * d, grad_new[i], mask)
     if PENDING:
         store_grad_maps(grad_sources, grad_maps, p, mask_p, settings)
 
 
 @triton.jit
-def _columns(settings):
-    """Return the index among the m and the mask of the columns of H_res, then those of H_pre and H_post."""
+def _load_gates(part: tl.constexpr, parameters, kept, p, mask_p, settings):
+    """Return the projection and the sigmoid of the logits of H_pre (part 0) or H_post (part 1), [p, n]."""
     n: tl.constexpr = settings.n
-    of_res, of_gates = tl.arange(0, settings.padded * settings.padded), tl.arange(0, 16)
-    i, j = of_res // settings.padded, of_res % settings.padded
-    half, stream = of_gates // settings.padded, of_gates % settings.padded
-    return i * n + j + 2 * n, (i < n) & (j < n), half * n + stream, (half < 2) & (stream < n)
+    m: tl.constexpr = n * 2 if settings.identity else n * (n + 2)
+    column = part * n + tl.arange(0, settings.padded_n)
+    valid, scale = column < (part + 1) * n, tl.load(kept[1] + p, mask_p, other=0.0)
+    projected = (
+        load_fp32(kept[0] + (p * m)[:, None], column[None, :], mask_p[:, None] & valid[None, :]) * scale[:, None]
+    )
+    alpha, bias = tl.load(parameters[1] + part).to(tl.float32), load_fp32(parameters[0], column, valid)
+    return projected, tl.sigmoid(alpha * projected + bias[None, :])
 
 
 @triton.jit
-def _post_columns(settings):
-    """Return the stream and the mask of the columns of H_post among those of H_pre and H_post."""
-    stream = tl.arange(0, 16) - settings.padded
-    return stream, (stream >= 0) & (stream < settings.n)
+def _load_res(parameters, kept, p, mask_p, settings):
+    """Return the projection and the logits of H_res, [p, i, j]."""
+    n: tl.constexpr = settings.n
+    valid, at_ij = _cells(settings)
+    at, scale = (p * n * (n + 2) + 2 * n)[:, None, None] + at_ij, tl.load(kept[1] + p, mask_p, other=0.0)
+    projected = load_fp32(kept[0], at, mask_p[:, None, None] & valid) * scale[:, None, None]
+    alpha, bias = tl.load(parameters[1] + 2).to(tl.float32), load_fp32(parameters[0] + 2 * n, at_ij, valid)
+    return projected, alpha * projected + bias
 
 
 @triton.jit
 def _cells(settings):
     """Return the mask of the cells [i, j] that are not padding, and their index among n * n."""
-    i, j = tl.arange(0, settings.padded)[None, :, None], tl.arange(0, settings.padded)[None, None, :]
+    i, j = tl.arange(0, settings.padded_n)[None, :, None], tl.arange(0, settings.padded_n)[None, None, :]
     return (i < settings.n) & (j < settings.n), i * settings.n + j
-
-
-@triton.jit
-def _store_columns(ptr, p, mask_p, values_r, values_g, settings):
-    """Store both parts of a matrix [p, m]. If H_res is the identity, values_r is not used."""
-    r, mask_r, g, mask_g = _columns(settings)
-    ptr += (p * (settings.n * 2 if settings.identity else settings.n * (settings.n + 2)))[:, None]
-    if not settings.identity:
-        store_as(ptr, r[None, :], values_r, mask_p[:, None] & mask_r[None, :])
-    store_as(ptr, g[None, :], values_g, mask_p[:, None] & mask_g[None, :])
-
-
-@triton.jit
-def _gates(projected_g, bias_ptr, alpha_ptr, settings):
-    """Return the sigmoid of the logits of H_pre and H_post."""
-    _, _, g, mask_g = _columns(settings)
-    alpha_g = load_fp32(alpha_ptr, g // settings.n, mask_g)
-    return tl.sigmoid(alpha_g[None, :] * projected_g + load_fp32(bias_ptr, g, mask_g)[None, :])
-
-
-@triton.jit
-def _logits(projected_r, bias_ptr, alpha_ptr, settings):
-    """Return the logits of H_res, [p, i, j]."""
-    r, mask_r, _, _ = _columns(settings)
-    logits_r = tl.load(alpha_ptr + 2).to(tl.float32) * projected_r + load_fp32(bias_ptr, r, mask_r)[None, :]
-    return tl.reshape(logits_r, (settings.positions, settings.padded, settings.padded))
-
-
-@triton.jit
-def _pre(gates, settings):
-    """Return H_pre as vectors."""
-    pre = ()
-    for i in tl.static_range(settings.n):
-        pre += (tl.sum(tl.where(tl.arange(0, 16)[None, :] == i, gates, 0.0), axis=1) + settings.pre_eps,)
-    return pre
 
 
 @triton.jit
@@ -328,7 +318,7 @@ def _sinkhorn(logits_pij, sums_ptr, mask_p, iterations, settings):
             if settings.res_eps > 0:
                 sums = tl.where((k > 0) | (axis > 1), sums + settings.res_eps, sums)
             if sums_ptr is not None:
-                tl.store(sums_ptr + (2 * k + axis - 1) * settings.padded, sums, mask_p[:, None])
+                tl.store(sums_ptr + (2 * k + axis - 1) * settings.padded_n, sums, mask_p[:, None])
             m = m / tl.expand_dims(sums, axis)
             if settings.res_eps > 0:
                 m = tl.where(valid & (k == 0) & (axis == 1), m + settings.res_eps, m)
@@ -342,8 +332,8 @@ def _sinkhorn_backward(logits_pij, grad_ptr, sums_ptr, p, mask_p, iterations, se
     The iterations run again and store their sums, a few numbers each, at sums_ptr. The backward pass recovers each
     iterate as the next iterate times its sums.
     """
-    start = (p * iterations * (2 * settings.padded))[:, None]
-    sums_ptr += start + tl.arange(0, settings.padded)[None, :]
+    start = (p * iterations * (2 * settings.padded_n))[:, None]
+    sums_ptr += start + tl.arange(0, settings.padded_n)[None, :]
     m = _sinkhorn(logits_pij, sums_ptr, mask_p, iterations, settings)
     # the values that follow were written by other threads
     tl.debug_barrier()
@@ -351,11 +341,11 @@ def _sinkhorn_backward(logits_pij, grad_ptr, sums_ptr, p, mask_p, iterations, se
     grad = load_fp32(grad_ptr, (p * settings.n * settings.n)[:, None, None] + at_ij, mask_p[:, None, None] & valid)
     for back in range(iterations):
         for axis in tl.static_range(2, 0, -1):
-            at = sums_ptr + (2 * (iterations - 1 - back) + axis - 1) * settings.padded
+            at = sums_ptr + (2 * (iterations - 1 - back) + axis - 1) * settings.padded_n
             sums = tl.expand_dims(tl.load(at, mask_p[:, None], other=1.0), axis)
             if settings.res_eps > 0:
                 m = tl.where(valid & (back == iterations - 1) & (axis == 1), m - settings.res_eps, m)
             # m = before / s: d before = (d m - sum(d m * m)) / s
             grad = tl.where(valid, (grad - tl.expand_dims(tl.sum(grad * m, axis=axis), axis)) / sums, 0.0)
             m = m * sums
-    return grad * m
+    return rounded(grad * m)

@@ -2,9 +2,8 @@
 """What `mhc_post_pre` and `hyper_post_pre` share in Triton: a pending write, the next read, and their derivatives.
 
 The sources of a kernel are x, and output, post and res of a pending write, without res if H_res is the identity. A
-program processes some positions, in chunks of columns of d. Maps, and all numbers per position, are tuples of vectors
-over positions; a matrix is n^2 vectors in row-major order. The maps of a write are n vectors of H_post, then n^2 of
-H_res.
+program processes some positions, in chunks of columns of d. The maps of a write are vectors over positions: n of
+H_post, then n^2 of H_res, row by row. Sums over columns stay with the threads that added them until the end of a loop.
 
 Kernels compute a tensor of pointers and reach stream j by adding the scalar j * d to it; a second tensor of 64-bit
 offsets would take more registers.
@@ -13,7 +12,7 @@ Shapes: b batch, t tokens, p positions (batch and tokens), n streams, i new stre
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -34,30 +33,30 @@ from depthlm.ops.triton_common import (
     store_as,
     tl,
     triton,
-    triton_type,
 )
 
-# positions per program, which are the rows of its matrix products: tl.dot requires 16
-POSITIONS = 16
-# columns per chunk of a write alone
-WRITE_COLUMNS = 64
-# warps of a program that writes and reads: on an H200 a forward pass takes half the time with 2 of them
-FORWARD_WARPS = 2
+# warps of a program
+WARPS = 4
 Tensors = list[Tensor]
 
 
 class Settings(NamedTuple):
-    """The constants of a kernel. padded: n, padded to a power of 2. dtype: of the factors of matrix products.
+    """The constants of a kernel. The last four are those of `Form`.
 
-    identity: whether H_res is the identity. The last four are those of `Form`.
+    positions: of a program. lanes: the threads that share a position; each has consecutive columns of a chunk.
+    padded_n: n, padded to a power of 2. padded: the columns of the projection, to one that matrix products allow.
+    whole: whether the columns of a chunk divide d.
+    identity: whether H_res is the identity.
     """
 
     n: tl.constexpr
-    padded: tl.constexpr
+    padded_n: tl.constexpr
     positions: tl.constexpr
+    lanes: tl.constexpr
     columns: tl.constexpr
+    padded: tl.constexpr
+    whole: tl.constexpr
     eps: tl.constexpr
-    dtype: tl.constexpr
     identity: tl.constexpr
     post_scale: tl.constexpr
     pre_eps: tl.constexpr
@@ -66,17 +65,29 @@ class Settings(NamedTuple):
 
 
 def settings_of(
-    x_btnd: Tensor, columns: int, eps: float, dtype: torch.dtype, identity: bool = False, form: Sequence[float] = PAPER
+    x_btnd: Tensor, eps: float, positions: int, identity: bool = False, form: Sequence[float] = PAPER
 ) -> Settings:
-    """Return the constants of the kernels. columns: per chunk of 3 or 4 streams; fewer take 64, more take 16.
+    """Return the constants of the kernels. positions: of a program; fewer take fewer registers, and load weights again.
 
-    Registers limit the columns. Up to n = 4 no register is spilled.
+    A chunk of columns is a line of the cache; of more than four streams it is half of one, because of registers.
     """
     n, d = x_btnd.shape[2:]
-    most = 64 if n <= 2 else columns if n <= 4 else 16
-    columns = min(most, max(16, next_power_of_2(d)))
-    padded = max(4, next_power_of_2(n))
-    return constants(Settings, n, padded, POSITIONS, columns, eps, triton_type(dtype), identity, *form)
+    lanes, line = max(8, 32 * WARPS // positions), 128 // x_btnd.itemsize
+    columns = min(line if n <= 4 else line // 2, max(2 * lanes, next_power_of_2(d)))
+    padded = max(16, next_power_of_2(n * (2 if identity else n + 2)))
+    return constants(
+        Settings,
+        n,
+        max(4, next_power_of_2(n)),
+        positions,
+        lanes,
+        columns,
+        padded,
+        d % columns == 0,
+        eps,
+        identity,
+        *form,
+    )
 
 
 def check_streams(operator: str, x_btnd: Tensor, pending: Pending | None, **parameters: Any) -> None:
@@ -157,7 +168,7 @@ def write_streams(sources: Tensors) -> Tensor:
     """Return X'_btnd = H_res X + H_post^T y, with the same bits as `mhc_post_pre` and `hyper_post_pre` in Triton."""
     x_btnd = sources[0]
     new_btnd = torch.empty_like(x_btnd)
-    settings = settings_of(x_btnd, WRITE_COLUMNS, 0.0, x_btnd.dtype, len(sources) == 3)
+    settings = settings_of(x_btnd, 0.0, 16, len(sources) == 3)
     launch(mhc_write, sources, new_btnd, settings, chunks=cdiv(x_btnd.shape[-1], settings.columns.value))
     return new_btnd
 
@@ -171,15 +182,16 @@ def empty_outputs(sources: Tensors, *shapes: list[int], identity: bool = False) 
     return outputs + [x_btnd.new_empty(shape, dtype=torch.float32) for shape in maps_and_kept]
 
 
-def launch(kernel: Any, sources: Tensors, *arguments: Any, chunks: int = 1, warps: int = 4) -> None:
+def launch(kernel: Any, sources: Tensors, *arguments: Any, chunks: int = 1) -> None:
     """Launch kernel(sources, *arguments, b * t, d, settings), where lists become tuples.
 
-    A program processes POSITIONS positions, and one of `chunks` parts of d.
+    A program processes some positions, and one of `chunks` parts of d.
     """
     b, t, _, d = sources[0].shape
     *others, settings = (tuple(y) if isinstance(y, list) else y for y in arguments)
+    programs = cdiv(b * t, cast(Settings, settings).positions.value)
     with on_device(sources[0]):
-        kernel[cdiv(b * t, POSITIONS), chunks](tuple(sources), *others, b * t, d, settings, num_warps=warps)
+        kernel[programs, chunks](tuple(sources), *others, b * t, d, settings, num_warps=WARPS)
 
 
 def _contiguous(tensors: Sequence[Tensor]) -> Tensors:
@@ -195,14 +207,27 @@ def rows(positions, settings):
 
 @triton.jit
 def tile(p, mask_p, start, d, settings):
-    """Return the columns of a chunk, their mask, the offsets of a tile [p, columns] of X and of y, and its mask.
-
-    The offsets are those of the first stream of X.
-    """
+    """Return the offsets of a tile [p, columns] of the first stream of X and of y, and its mask."""
     column = start + tl.arange(0, settings.columns)
     at_x = (p * settings.n * d)[:, None] + column[None, :]
     at_y = (p * d)[:, None] + column[None, :]
-    return column, column < d, at_x, at_y, mask_p[:, None] & (column < d)[None, :]
+    return at_x, at_y, mask_p[:, None] & (column < d)[None, :]
+
+
+@triton.jit
+def load_shared(ptr, row, start, d: tl.constexpr, settings):
+    """Load columns of a row [d], which all positions share, as a tile in fp32.
+
+    A vector of columns would be moved through shared memory to the threads of a tile.
+    """
+    if ptr.dtype.element_ty == tl.bfloat16 and settings.whole:
+        # as pairs, since a number of 16 bits is converted in one instruction from a half of 32 bits, else in two
+        pair = tl.zeros([settings.positions, 1], tl.int32) + tl.arange(0, settings.columns // 2)[None, :]
+        pairs = tl.load(ptr.to(tl.pointer_type(tl.int32)) + (row * d + start) // 2 + pair)
+        even, odd = (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
+        return tl.reshape(tl.join(even, odd), [settings.positions, settings.columns])
+    column = start + tl.zeros([settings.positions, 1], tl.int32) + tl.arange(0, settings.columns)[None, :]
+    return load_fp32(ptr, row * d + column, column < d)
 
 
 @triton.jit
@@ -224,12 +249,36 @@ def load_vectors(ptr, p, mask_p, COUNT: tl.constexpr):
 
 
 @triton.jit
+def rounded(product):
+    """Return a product that the compiler does not fuse with the sum that follows.
+
+    In a sum over threads each thread would fuse its own product, and results that several threads hold would differ.
+    """
+    return product + 0.0
+
+
+@triton.jit
+def add_columns(sums, tile):
+    """Add the columns of a tile to sums [p, lanes]. Each thread adds those that it has, so threads exchange nothing."""
+    return sums + tl.sum(tl.reshape(tile, [sums.shape[0], sums.shape[1], tile.shape[1] // sums.shape[1]]), axis=2)
+
+
+@triton.jit
 def zeros(shape: tl.constexpr, COUNT: tl.constexpr):
     """Return COUNT sums of this shape."""
     sums = ()
     for _ in tl.static_range(COUNT):
         sums += (tl.zeros(shape, tl.float32),)
     return sums
+
+
+@triton.jit
+def load_pending(sources, at_x, at_y, mask, d, settings):
+    """Load the tiles of y and, unless H_res is the identity, of X in fp32."""
+    y, old = load_fp32(sources[1], at_y, mask), ()
+    if not settings.identity:
+        old = load_tiles(sources[0], at_x, mask, d, settings)
+    return y, old
 
 
 @triton.jit
@@ -242,15 +291,18 @@ def load_maps(sources, p, mask_p, settings):
 
 
 @triton.jit
-def mixed_tile(i: tl.constexpr, old, y, maps, settings):
-    """Return the tile of new stream i in fp32."""
+def mixed_tile(sources, i, p, mask_p, at_x, mask, y, old, d, settings):
+    """Return the tile of new stream i in fp32. old: the tiles of X, which the identity does not need."""
+    n: tl.constexpr = settings.n
+    post = tl.load(sources[2] + p * n + i, mask_p, other=0.0)[:, None]
     # a sum of two products could be fused in two ways, with different bits
     if settings.identity:
-        mixed = tl.fma(tl.broadcast_to(maps[i][:, None], y.shape), y, old[i])
+        mixed = tl.fma(tl.broadcast_to(post, y.shape), y, load_fp32(sources[0] + at_x, i * d, mask))
     else:
-        mixed = maps[i][:, None] * y
-        for j in tl.static_range(settings.n):
-            mixed = tl.fma(maps[settings.n + i * settings.n + j][:, None], old[j], mixed)
+        mixed = post * y
+        for j in tl.static_range(n):
+            res = tl.load(sources[3] + p * n * n + i * n + j, mask_p, other=0.0)
+            mixed = tl.fma(res[:, None], old[j], mixed)
     return mixed
 
 
@@ -259,7 +311,7 @@ def read_streams(read_ptr, x_ptr, pre, p, mask_p, d, settings):
     """Store H_pre X. The last columns come first, because those that were loaded last are still in the cache."""
     last = (d - 1) // settings.columns * settings.columns
     for back in range(0, d, settings.columns):
-        _, _, at_x, at_y, mask = tile(p, mask_p, last - back, d, settings)
+        at_x, at_y, mask = tile(p, mask_p, last - back, d, settings)
         tiles = load_tiles(x_ptr, at_x, mask, d, settings)
         read = tl.zeros(mask.shape, tl.float32)
         for j in tl.static_range(settings.n):
@@ -270,15 +322,18 @@ def read_streams(read_ptr, x_ptr, pre, p, mask_p, d, settings):
 @triton.jit
 def pre_gradient(grad_read_ptr, x_ptr, p, mask_p, d, settings):
     """Return the gradient of H_pre in a read of the streams x."""
-    grad_pre = zeros(p.shape, settings.n)
+    grad_pre = zeros([settings.positions, settings.lanes], settings.n)
     for start in range(0, d, settings.columns):
-        _, _, at_x, at_y, mask = tile(p, mask_p, start, d, settings)
+        at_x, at_y, mask = tile(p, mask_p, start, d, settings)
         grad_read = load_fp32(grad_read_ptr, at_y, mask)
         sums = ()
         for j in tl.static_range(settings.n):
-            sums += (grad_pre[j] + tl.sum(grad_read * load_fp32(x_ptr + at_x, j * d, mask), axis=1),)
+            sums += (add_columns(grad_pre[j], grad_read * load_fp32(x_ptr + at_x, j * d, mask)),)
         grad_pre = sums
-    return grad_pre
+    totals = ()
+    for j in tl.static_range(settings.n):
+        totals += (tl.sum(grad_pre[j], axis=1),)
+    return totals
 
 
 @triton.jit
@@ -293,7 +348,7 @@ def write_backward(grads, grad_maps, maps, sources, grad_sources, at_x, at_y, ma
     sums = ()
     for i in tl.static_range(n):
         grad_y += maps[i][:, None] * grads[i]
-        sums += (grad_maps[i] + tl.sum(grads[i] * y, axis=1),)
+        sums += (add_columns(grad_maps[i], grads[i] * y),)
     store_as(grad_sources[1], at_y, grad_y, mask)
     for j in tl.static_range(n):
         if settings.identity:
@@ -303,7 +358,7 @@ def write_backward(grads, grad_maps, maps, sources, grad_sources, at_x, at_y, ma
             grad_old = tl.zeros_like(old)
             for i in tl.static_range(n):
                 grad_old += maps[n + i * n + j][:, None] * grads[i]
-                sums += (grad_maps[n + j * n + i] + tl.sum(grads[i] * old, axis=1),)
+                sums += (add_columns(grad_maps[n + j * n + i], grads[i] * old),)
             store_as(grad_sources[0] + at_x, j * d, grad_old, mask)
     return sums
 
@@ -313,18 +368,17 @@ def store_grad_maps(grad_sources, grad_maps, p, mask_p, settings):
     """Store the gradients of H_post, and of the transposed H_res."""
     n: tl.constexpr = settings.n
     for i in tl.static_range(n):
-        store_as(grad_sources[2] + p * n, i, grad_maps[i], mask_p)
+        store_as(grad_sources[2] + p * n, i, tl.sum(grad_maps[i], axis=1), mask_p)
         if not settings.identity:
             for j in tl.static_range(n):
-                store_as(grad_sources[3] + p * n * n, i * n + j, grad_maps[n + j * n + i], mask_p)
+                store_as(grad_sources[3] + p * n * n, i * n + j, tl.sum(grad_maps[n + j * n + i], axis=1), mask_p)
 
 
 @triton.jit
-def mhc_write(sources, new_ptr, positions, d, settings):
+def mhc_write(sources, new_ptr, positions, d: tl.constexpr, settings):
     p, mask_p = rows(positions, settings)
-    _, _, at_x, at_y, mask = tile(p, mask_p, tl.program_id(1) * settings.columns, d, settings)
-    maps = load_maps(sources, p, mask_p, settings)
-    y = load_fp32(sources[1], at_y, mask)
-    old = load_tiles(sources[0], at_x, mask, d, settings)
-    for i in tl.static_range(settings.n):
-        store_as(new_ptr + at_x, i * d, mixed_tile(i, old, y, maps, settings), mask)
+    at_x, at_y, mask = tile(p, mask_p, tl.program_id(1) * settings.columns, d, settings)
+    y, old = load_pending(sources, at_x, at_y, mask, d, settings)
+    for i in range(settings.n):
+        mixed = mixed_tile(sources, i, p, mask_p, at_x, mask, y, old, d, settings)
+        store_as(new_ptr + at_x, i * d, mixed, mask)

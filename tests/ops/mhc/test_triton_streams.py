@@ -152,8 +152,8 @@ def test_parameters_and_maps_may_be_in_fp32_beside_streams_of_16_bits(kind: str)
 
 
 @of_both
-def test_autocast_rounds_only_the_product(kind: str) -> None:
-    """Beside an output of a sublayer in fp16, the streams remain exact, and the maps are those of a rounded product."""
+def test_streams_stay_exact_under_autocast(kind: str) -> None:
+    """Beside an output of a sublayer in fp16, the streams remain exact."""
     inputs = in_fp32(kind, 4, 24, 5)
     inputs[-3] = inputs[-3].half()
     with torch.autocast(DEVICE, torch.float16):
@@ -161,7 +161,6 @@ def test_autocast_rounds_only_the_product(kind: str) -> None:
     assert [x.dtype for x in found] == [torch.float32] * 4 + [x.dtype for x in inputs]
     torch.testing.assert_close(found[1], expected[1], rtol=1e-6, atol=1e-6)
     assert_same(kind, found, [x.double() for x in expected], 4e-3)
-    assert (found[2] - results(kind, "torch", inputs)[2]).abs().max() > 1e-5
 
 
 def test_layout_does_not_matter() -> None:
@@ -236,7 +235,7 @@ def test_operators_pass_opcheck(kind: str, pending: bool, identity: bool) -> Non
         settings = 1e-5, 3, list(PAPER), torch.float32
     else:
         (*static, w, scale), module = parameters, hyper_triton
-        parameters, settings = [w, *static, scale], (1e-5, torch.float32)
+        parameters, settings = [w, *static, scale], (1e-5,)
     opcheck(module.forward, (sources, parameters, *settings))
     read, new, *outputs = module.forward(sources, parameters, *settings)
     maps, kept = outputs[: 1 if identity else 2], outputs[1 if identity else 2 :]
