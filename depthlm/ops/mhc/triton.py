@@ -96,11 +96,11 @@ def forward(
     read, new, post, *res, projected, scale = outputs
     identity = len(alpha) == 2
     settings = settings_of(sources[0], eps, PROJECTED_POSITIONS, identity, form)
-    launch(write_and_project, sources, scaled_phi, [new, projected, scale], settings)
+    launch(mhc_write_and_project, sources, scaled_phi, [new, projected, scale], settings)
     settings = settings_of(sources[0], eps, POSITIONS, identity, form)
     # the streams that are read are the first source
     read_from = [new] if len(sources) > 1 else sources
-    launch(maps_and_read, read_from, [bias, alpha], [projected, scale], [read, post, *res], iterations, settings)
+    launch(mhc_maps_and_read, read_from, [bias, alpha], [projected, scale], [read, post, *res], iterations, settings)
     return [*outputs, scaled_phi]
 
 
@@ -121,8 +121,8 @@ def backward(
     sums = [] if identity else [scale.new_empty(b * t, iterations, 2, settings.padded_n.value)]
     factors = scale.new_empty(b * t, n + 1)
     scratch = [grad_projected, factors, partial_sums, *sums]
-    launch(maps_backward, [new], [bias, alpha], [projected, scale], grads, scratch, iterations, settings)
-    launch(streams_backward, sources, new, scaled_phi, grads, grad_sources, [grad_projected, factors], settings)
+    launch(mhc_maps_backward, [new], [bias, alpha], [projected, scale], grads, scratch, iterations, settings)
+    launch(mhc_streams_backward, sources, new, scaled_phi, grads, grad_sources, [grad_projected, factors], settings)
     with no_autocast(new):
         # in the dtype of the streams: a copy of them in another one would move more bytes than the product
         grad_phi = (grad_projected.view(b * t, -1).mT @ new.view(b * t, n * d)).to(phi.dtype)
@@ -131,7 +131,7 @@ def backward(
 
 
 @triton.jit
-def write_and_project(sources, phi_ptr, outputs, positions, d: tl.constexpr, settings):
+def mhc_write_and_project(sources, phi_ptr, outputs, positions, d: tl.constexpr, settings):
     """Store X', its products with phi, and 1 / rms."""
     PENDING: tl.constexpr = len(sources) > 1
     n: tl.constexpr = settings.n
@@ -163,7 +163,7 @@ def write_and_project(sources, phi_ptr, outputs, positions, d: tl.constexpr, set
 
 
 @triton.jit
-def maps_and_read(sources, parameters, kept, outputs, iterations, positions, d: tl.constexpr, settings):
+def mhc_maps_and_read(sources, parameters, kept, outputs, iterations, positions, d: tl.constexpr, settings):
     """Compute the maps from the projection; store H_pre X', H_post and H_res."""
     n: tl.constexpr = settings.n
     p, mask_p = rows(positions, settings)
@@ -184,7 +184,7 @@ def maps_and_read(sources, parameters, kept, outputs, iterations, positions, d: 
 
 
 @triton.jit
-def maps_backward(sources, parameters, kept, grads, scratch, iterations, positions, d: tl.constexpr, settings):
+def mhc_maps_backward(sources, parameters, kept, grads, scratch, iterations, positions, d: tl.constexpr, settings):
     """Store the gradients of the projection, and partial sums of those of the bias and alpha.
 
     Store the factors of the gradient of X', too: H_pre, which multiplies that of the read, and the factor of X', since
@@ -230,7 +230,7 @@ def maps_backward(sources, parameters, kept, grads, scratch, iterations, positio
 
 
 @triton.jit
-def streams_backward(sources, new_ptr, phi_ptr, grads, grad_sources, scratch, positions, d: tl.constexpr, settings):
+def mhc_streams_backward(sources, new_ptr, phi_ptr, grads, grad_sources, scratch, positions, d: tl.constexpr, settings):
     """Store the gradients of the sources.
 
     The products with phi are sums in fp32 rather than matrix products: the tiles of streams would go through shared
