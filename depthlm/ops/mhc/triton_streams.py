@@ -173,6 +173,14 @@ def write_streams(sources: Tensors) -> Tensor:
     return new_btnd
 
 
+def aligned(w: Tensor) -> Tensor:
+    """Return w, copied if it does not start at a multiple of 4 bytes, as `load_shared` requires.
+
+    A weight in 16 bits may start anywhere in the flat tensor of an optimizer.
+    """
+    return w.clone() if w.storage_offset() * w.itemsize % 4 else w
+
+
 def empty_outputs(sources: Tensors, *shapes: list[int], identity: bool = False) -> Tensors:
     """Return the outputs of the first operator of `write_and_read`. shapes: of what the second one needs."""
     x_btnd = sources[0]
@@ -216,7 +224,7 @@ def tile(p, mask_p, start, d, settings):
 
 @triton.jit
 def load_shared(ptr, row, start, d: tl.constexpr, settings):
-    """Load columns of a row [d], which all positions share, as a tile in fp32.
+    """Load columns of a row [d] of an `aligned` tensor, which all positions share, as a tile in fp32.
 
     A vector of columns would be moved through shared memory to the threads of a tile.
     """

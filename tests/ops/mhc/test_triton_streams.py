@@ -171,6 +171,12 @@ def test_layout_does_not_matter() -> None:
     assert_exact("hyper_connections", [x[:, :, :1].expand(-1, -1, 4, -1), *turned, output, post, res])
 
 
+def test_a_weight_of_16_bits_at_an_odd_offset_is_copied() -> None:
+    flat = torch.zeros(9, dtype=torch.bfloat16)
+    assert triton_streams.aligned(flat[1:]).data_ptr() % 4 == 0
+    assert triton_streams.aligned(flat[2:]).data_ptr() == flat[2:].data_ptr()
+
+
 def test_unused_outputs_need_no_gradient() -> None:
     """The gradient of each sum is an expanded number."""
     inputs = [x.requires_grad_() for x in in_fp32("hyper_connections", 2, 8, 3)]
