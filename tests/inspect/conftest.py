@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 import depthlm
 from depthlm.config import Config
 from depthlm.inspect import collect
-from depthlm.model import Decoder, initialize
+from depthlm.model import Backbone, Decoder, Size, initialize
 from depthlm.training import train
 
+from ..model.literal.classes import CLASSES
+from ..model.literal.decoder import Mechanism
 from ..options import configuration
 from ..pictures import quick_pictures, rendered
 
@@ -32,6 +35,21 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 def composed(*overrides: str) -> Config:
     """Return the configuration of a small decoder with these overrides."""
     return configuration(*SHAPE, *overrides)
+
+
+def noisy_decoder(connection: Mechanism, attention: Mechanism = ("self_attention", {}), layers: int = 2) -> Decoder:
+    """Return a decoder in float64 with noise on all parameters, of mechanisms that the formulas have too."""
+    size = Size(
+        hidden_size=12, intermediate_size=20, num_layers=layers, num_heads=2, num_kv_heads=1, head_size=6,
+        vocab_size=17,
+    )  # fmt: skip
+    model = Decoder(size, Backbone(), *(partial(CLASSES[name], **more) for name, more in (connection, attention)))
+    initialize(model, seed=0, std=0.3)
+    model.double().requires_grad_(False)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,17 +12,17 @@ from torch import Tensor
 
 from depthlm.inspect.ablation import WITH_EDGES
 from depthlm.inspect.interventions import Batch, Edge, Intervention, losses, prefixes, record
-from depthlm.model import Backbone, Connection, Decoder, Size, initialize
+from depthlm.model import Connection
 from depthlm.model.edges import Reader
 
 from ..model.literal import attentions, connections
 from ..model.literal.classes import CLASSES, mechanisms
-from ..model.literal.decoder import literal_logits
+from ..model.literal.decoder import Mechanism, literal_logits
+from .conftest import noisy_decoder
 
 TOKENS = torch.randint(17, (2, 5), generator=torch.Generator().manual_seed(0))
 BATCH = TOKENS[:, :-1], TOKENS[:, 1:]
 Parameters = dict[str, Tensor]
-Mechanism = tuple[str, dict[str, Any]]
 PLAIN, SELF = ("residual", {}), ("self_attention", {})
 # mechanisms whose weights of one read sum to 1, with settings; the others below
 SOFTMAX = [
@@ -39,18 +38,8 @@ class Case:
 
     def __init__(self, connection: Mechanism = PLAIN, attention: Mechanism = SELF, layers: int = 2) -> None:
         self.connection, self.attention = connection, attention
-        self.size = Size(
-            hidden_size=12, intermediate_size=20, num_layers=layers, num_heads=2, num_kv_heads=1, head_size=6,
-            vocab_size=17,
-        )  # fmt: skip
-        self.backbone = Backbone()
-        factories = [partial(CLASSES[name], **settings) for name, settings in (connection, attention)]
-        self.model = Decoder(self.size, self.backbone, *factories)
-        initialize(self.model, seed=0, std=0.3)
-        self.model.double().requires_grad_(False)
-        generator = torch.Generator().manual_seed(1)
-        for parameter in self.model.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+        self.model = noisy_decoder(connection, attention, layers)
+        self.size, self.backbone = self.model.size, self.model.backbone
         self.parameters = dict(self.model.state_dict())
         self.reads, self.baseline = record(self.model, [BATCH])
 

@@ -152,7 +152,7 @@ def dca(
         return (b + score).clamp(min=0) if gate == "relu_of_sum" else b + score.clamp(min=0)
 
     def g(read: int) -> Tensor:
-        return sum(gate_of(read, j) * stack[j] for j in range(len(stack)))
+        return weighted_sum([gate_of(read, j) for j in range(len(stack))], stack)
 
     if s % 2 == 1:
         return [f[s - 1] + g(0)]
@@ -198,7 +198,7 @@ def highway(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
     h = x_0
     for i in range(s):
         g = torch.sigmoid(linear(m, f"connections.{i}.gate", h))
-        h = (1 - g) * h + g * f[i]
+        h = weighted_sum([1 - g, g], [h, f[i]])
     return [h]
 
 
@@ -227,11 +227,11 @@ def mrla(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
     if s == 0:
         return [x_0]
     query = torch.sigmoid(linear(m, f"connections.{s}.q_proj", f[s - 1]))
-    h = torch.zeros_like(x_0)
+    weights = []
     for j in range(1, s + 1):
         key = torch.sigmoid(linear(m, f"connections.{j}.k_proj", f[j - 1]))
-        h = h + torch.dot(query, key) / m.size.head_size * m.p[f"connections.{j}.c"] * f[j - 1]
-    return [h]
+        weights.append(torch.dot(query, key) / m.size.head_size * m.p[f"connections.{j}.c"])
+    return [weighted_sum(weights, f[:s])]
 
 
 def embedding_skip(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:

@@ -29,10 +29,8 @@ def through_streams(
     for i in range(s):
         own, post, res = coefficients(i, x)
         previous = own
-        if res is None:
-            x = [x[a] + post[a] * f[i] for a in range(n)]
-        else:
-            x = [sum(res[a, b] * x[b] for b in range(n)) + post[a] * f[i] for a in range(n)]
+        res = torch.eye(n, dtype=x_0.dtype) if res is None else res
+        x = [weighted_sum([*res[a], post[a]], [*x, f[i]]) for a in range(n)]
     if s < 2 * m.depth:
         pre = previous if reads_previous else coefficients(s, x)[0]
         return [weighted_sum(list(pre), x)]
