@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from depthlm import locations
-from depthlm.locations import PACKAGE, REPOSITORY, command, install_command
+from depthlm.locations import REPOSITORY, command, install_command
 
 
 @pytest.mark.parametrize("package", ["depthlm", "depthlm.data", "depthlm.model"])
@@ -27,12 +27,6 @@ def test_importing_a_package_does_not_import_torch():
         "import depthlm.data, depthlm.config, depthlm.model; assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY).returncode == 0
-
-
-def test_training_imports_an_evaluation_only_when_it_is_due():
-    lines = [line for file in (PACKAGE / "training").rglob("*.py") for line in file.read_text().splitlines()]
-    assert any("from depthlm.evaluation.online import" in line for line in lines)
-    assert not [line for line in lines if line.startswith(("from depthlm.evaluation", "import depthlm.evaluation"))]
 
 
 def test_commands_depend_on_checkout_or_installation(monkeypatch):

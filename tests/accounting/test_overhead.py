@@ -181,44 +181,33 @@ def test_forward_flops_of_modas_depth_keys_and_values(meta):
     assert (moda - vanilla) * 4096 == pytest.approx(4 * 1024 * 4096 * 630)
 
 
-@pytest.mark.slow
-def test_the_overhead_table_and_the_mechanisms_page_have_a_row_for_every_mechanism(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["depthlm", "summary", "--overhead", "size=3b"])
-    main()
-    text = capsys.readouterr().out
-    for number in ("2.40e+05", "282 KiB", "5.01e+06", "4.97 MiB", "4.26e+06", "4.44 MiB", "4.72e+07", "8.63 MiB"):
-        assert number in text
-    rows = {cells[0]: cells for cells in (re.split(" {2,}", line.strip()) for line in text.splitlines())}
-    page = (REPOSITORY / "docs/mechanisms.md").read_text()
-    for name in mechanisms():
-        if name != "vanilla":
-            assert f"| `{name}` | {' | '.join(rows[name][1:])} |" in page
-
-
-@pytest.mark.slow
-def test_the_overhead_table_is_also_written_as_json(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["depthlm", "summary", "--overhead", "size=micro", "--json"])
-    main()
-    table = json.loads(capsys.readouterr().out)
-    assert sorted([*table, "vanilla"]) == mechanisms()
-    for row in table.values():
-        assert row.keys() == {
-            "parameters", "flops_per_token", "io_bytes_per_token", "two_phase_io", "prefill_bytes",
-            "prefill_chunk_bytes", "cache_bytes_per_token"
-        }  # fmt: skip
-
-
-@pytest.mark.slow
-def test_the_overhead_table_and_the_page_count_io_in_two_phases_and_chunks_of_any_size(monkeypatch, capsys):
-    arguments = ["size=3b", "size.num_layers=64", "--overhead", "--io", "two_phase", "--chunk", "16384"]
-    monkeypatch.setattr(sys, "argv", ["depthlm", "summary", *arguments])
+def table_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str
+) -> dict[str, list[str]]:
+    """Return the cells of each mechanism that `summary --overhead` prints, for some of the mechanisms."""
+    monkeypatch.setattr("depthlm.accounting.overhead.mechanisms", lambda config_dir: PRINTED)
+    monkeypatch.setattr(sys, "argv", ["depthlm", "summary", "--overhead", "size=3b", *options])
     main()
     lines = capsys.readouterr().out.splitlines()
-    rows = {cells[0]: cells for cells in (re.split(" {2,}", line.strip()) for line in lines)}
-    assert rows["mechanism"][3:6] == ["I/O/sublayer", "128K prefill", "in chunks of 16,384"]
-    expected = {"vanilla": "3.0 D", "attention_residuals": "5.5 D", "attention_residuals_full": "24.0 D"}
-    assert {name: rows[name][3] for name in expected} == expected
+    return {name: cells for name, *cells in (re.split(" {2,}", line.strip()) for line in lines)}
+
+
+PRINTED = ["vanilla", "attention_residuals", "mhc"]
+
+
+@pytest.mark.slow
+def test_the_mechanisms_page_has_the_rows_of_the_overhead_table(monkeypatch, capsys):
     page = (REPOSITORY / "docs/mechanisms.md").read_text()
-    listed = re.findall(r"^\| `(\w+)` \| ([\d.]+ D) \|$", page, re.MULTILINE)
-    assert {*expected} < {name for name, _ in listed}
-    assert all(rows[name][3] == text for name, text in listed)
+    rows = table_of(monkeypatch, capsys)
+    assert "4.26e+06" in rows["attention_residuals"]
+    for name in PRINTED[1:]:
+        assert f"| `{name}` | {' | '.join(rows[name])} |" in page
+    assert not [name for name in mechanisms() if name != "vanilla" and f"| `{name}` | " not in page]
+    rows = table_of(monkeypatch, capsys, "size.num_layers=64", "--io", "two_phase", "--chunk", "16384")
+    assert rows["mechanism"][2:5] == ["I/O/sublayer", "128K prefill", "in chunks of 16,384"]
+    assert [rows[name][2] for name in PRINTED[:2]] == ["3.0 D", "5.5 D"]
+    assert all(f"| `{name}` | {rows[name][2]} |" in page for name in PRINTED)
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:3], "size=micro", "--json"])
+    main()
+    table = json.loads(capsys.readouterr().out)
+    assert table["mhc"]["parameters"] > 0

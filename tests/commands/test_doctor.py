@@ -57,16 +57,6 @@ def test_what_a_run_refuses_is_a_problem(tmp_path, monkeypatch, capsys):
     assert "A run would not start here: 1 problem" in capsys.readouterr().out
 
 
-def test_a_dry_run_that_fails_is_a_problem(monkeypatch, capsys):
-    def broken(config: object) -> int:
-        raise ZeroDivisionError("by zero")
-
-    monkeypatch.setattr("depthlm.training.train", broken)
-    item = by_name(["device=cpu", "size=micro"])["run"]
-    assert (item.state, item.value) == (PROBLEM, "ZeroDivisionError: by zero")
-    assert "Traceback" in capsys.readouterr().err
-
-
 def test_packages_in_a_disallowed_version_are_a_problem(monkeypatch):
     versions = {"torch": "2.0.0", "rich": None, "lm-eval": None}
     known = command.installed_version

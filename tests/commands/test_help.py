@@ -68,14 +68,6 @@ def test_the_shell_completes_groups_and_options(forks):
     assert done.stdout.split() == ["model=depth_attention"], done.stderr
 
 
-def test_depthlm_alone_prints_its_help(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["depthlm"])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 0
-    assert "generate   " in capsys.readouterr().out
-
-
 def test_a_misspelt_command_or_key_gets_the_nearest_name(capsys, monkeypatch):
     for words, mistake in (
         (["generat"], "depthlm: generat: no such command; allowed: train, prepare, "),

@@ -56,15 +56,11 @@ def test_ids_that_were_tokenized_elsewhere_become_token_files_of_the_working_dir
 
 
 def test_options_for_a_corpus_are_refused_beside_ids_and_those_for_ids_without_them(capsys):
-    for option in (["--verify"], ["--part", "0/2"], ["--only", "dclm"], ["--config-dir", "conf"]):
+    for arguments, words in (
+        *(([*CORPUS, *option], option[0]) for option in (["--verify"], ["--part", "0/2"], ["--only", "dclm"])),
+        *((["data=stdlib", *option], "need --import-tokens") for option in (["--held-out", "1"], ["--to", "ice"])),
+    ):
         with pytest.raises(SystemExit) as caught:
-            read_options([*CORPUS, *option], "prepare")
+            read_options(arguments, "prepare")
         assert caught.value.code == 2
-        assert option[0] in capsys.readouterr().err.partition("error:")[2]
-    for option in (
-        ["--held-out", "0.3"], ["--held-out", "1"], ["--dtype", "uint16"], ["--end-of-text", "."], ["--to", "ice"],
-    ):  # fmt: skip
-        with pytest.raises(SystemExit) as caught:
-            read_options(["data=stdlib", *option], "prepare")
-        assert caught.value.code == 2
-        assert "need --import-tokens" in capsys.readouterr().err
+        assert words in capsys.readouterr().err.partition("error:")[2]

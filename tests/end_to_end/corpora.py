@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Encoder
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from depthlm.data import Manifest, Tokenizer, is_validation
 from depthlm.data.corpora.documents import held_out_share
@@ -116,11 +116,6 @@ def documents_of(folder: Path, split: str) -> list[str]:
     ends = np.flatnonzero(ids == tokenizer.end_of_text)
     assert ends[-1] == len(ids) - 1
     return [tokenizer.decode(part[:-1]) for part in np.split(ids, ends[:-1] + 1)]
-
-
-def kept(texts: list[str], tokenizer: str) -> list[str]:
-    """Return the texts as a tokenizer reproduces them: T5 reduces white space to single spaces."""
-    return [" ".join(text.split()) for text in texts] if "t5" in tokenizer else texts
 
 
 def prose(chance: random.Random, words: int) -> str:
@@ -240,7 +235,7 @@ def tokenizers(texts: Iterable[str]) -> dict[str, str]:
     return {
         "EleutherAI/gpt-neox-20b": _byte_level(texts, {"<|endoftext|>": 0, "<|padding|>": 1, " " * 24: 50276}),
         "allenai/dolma2-tokenizer": _byte_level(texts, {"<|endoftext|>": 100257, "<|pad|>": 100277}),
-        "google-t5/t5-base": _t5(texts),
+        "google-t5/t5-base": _byte_level(texts, {"<pad>": 0, "</s>": 1, "<extra_id_0>": 32099}),
     }
 
 
@@ -259,20 +254,4 @@ def _byte_level(texts: list[str], special: dict[str, int]) -> str:
     model["vocab"] = {token: number + 2 for token, number in model["vocab"].items()} | special
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     tokenizer["added_tokens"] = [{"id": number, "content": token} | flags for token, number in special.items()]
-    return json.dumps(tokenizer)
-
-
-def _t5(texts: list[str]) -> str:
-    # T5 normalises text and reduces white space to one space between words.
-    encoder = Encoder(models.Unigram())
-    encoder.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
-    encoder.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
-    encoder.decoder = decoders.Metaspace()
-    special = ["<pad>", "</s>", "<unk>"]
-    trainer = trainers.UnigramTrainer(vocab_size=400, special_tokens=special, unk_token="<unk>", show_progress=False)
-    # keeps the end of text of other tokenizers from becoming a piece
-    encoder.train_from_iterator((text.replace("<|", "<| ") for text in texts), trainer)
-    tokenizer = json.loads(encoder.to_str())
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary += [[f"<unused{number}>", -1e3] for number in range(32100 - len(vocabulary))]
     return json.dumps(tokenizer)

@@ -103,11 +103,3 @@ def test_invalid_arguments_and_combinations_are_refused(trained):
         run("task=paper", "batch_size=0", "precision=fp8", "verbose")
     for words in ("did you mean `tasks`", "at least 1", "fp32, bf16", "not key=value", "run=...: is missing"):
         assert words in str(error.value)
-
-
-def test_a_directory_without_a_run_or_checkpoint_is_refused(trained, tmp_path):
-    with pytest.raises(UserError, match="no run in it"):
-        run(f"run={tmp_path}")
-    shutil.copy(trained / "config.yaml", tmp_path)
-    with pytest.raises(UserError, match="no checkpoint in it; train it first"):
-        run(f"run={tmp_path}")

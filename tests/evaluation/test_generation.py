@@ -127,14 +127,3 @@ def test_invalid_prompts_are_refused(trained, tmp_path):
     ):
         with pytest.raises(UserError, match=words):
             write(f"run={trained}", *given)
-
-
-def test_padding_on_the_left_does_not_change_the_text(trained):
-    model, _ = depthlm.load(trained)
-    model.end_of_text = 256
-    row = torch.tensor([[97, 256, 98, 99]])
-    alone = generate(model, row, 8)
-    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), row], dim=1)
-    for use_cache in (True, False):
-        found = generate(model, padded, 8, use_cache=use_cache, padding_b=torch.tensor([3]))
-        assert torch.equal(found[:, 3:], alone)

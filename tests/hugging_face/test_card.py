@@ -81,25 +81,6 @@ def test_a_checkpoint_before_the_end_has_its_own_losses_and_no_result(make_run):
     assert "| steps | 1 of 9: the run was not complete |" in card.text
 
 
-def test_an_evaluation_replaces_the_losses_of_training(make_run):
-    run = make_run()
-    evaluation = {"step": 1, "validation/local/loss": 2.0, "validation/local/bits_per_byte": 1.75}
-    write(run, metrics=ROWS[:1], summary={"steps": 1}, evaluation=evaluation)
-    text = card_of(run).text
-    assert "| validation, local | 2.0000 | 7.3891 | 1.7500 |" in text
-    assert "Validation: whole sets, after step 1." in text
-
-
-def test_a_run_that_lacks_files_is_exported_with_a_shorter_card(make_run):
-    run = make_run()
-    card = card_of(run)
-    assert card.data.get("license") is None
-    assert "- Weights: not stated." in card.text
-    assert "## Losses" not in card.text
-    assert not (run / "export/loss.png").exists()
-    assert 'AutoModelForCausalLM.from_pretrained("path/to/this/folder")\n' in card.text
-
-
 @pytest.mark.usefixtures("with_command")
 def test_a_corpus_of_the_hub_is_named_and_no_path_of_this_machine_is(make_run):
     run = make_run(

@@ -131,9 +131,3 @@ def test_a_public_repository_does_not_get_what_should_be_private(hub, make_run):
     with pytest.raises(UserError, match=r"the repository exists and is public; change .*, or leave out private="):
         export(run, push_to="me/model", private=True, license="mit")
     assert hub.uploads.content("me/model") == before
-
-
-def test_a_hub_that_cannot_be_reached_is_a_user_error(hub, make_run, monkeypatch):
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"the hub at http://127.0.0.1:9 cannot be reached .*; check the network"):
-        export(make_run(), push_to="me/model")

@@ -209,15 +209,6 @@ def test_rope_is_read_as_transformers_reads_it(make_folder, name):
     assert (source.settings["backbone"]["rope_theta"], source.unsupported) == (theirs["rope_theta"], [])
 
 
-def test_the_default_head_size_is_that_of_transformers(make_folder):
-    folder = make_folder("qwen3")
-    config = json.loads((folder / "config.json").read_text())
-    del config["head_dim"]
-    for kind, size in (("qwen3", 128), ("olmo2", 12)):
-        (folder / "config.json").write_text(json.dumps(config | {"model_type": kind}))
-        assert read_pretrained(folder).settings["size"]["head_size"] == size
-
-
 @pytest.mark.parametrize("stored", ["another head", "only the head"])
 def test_a_tied_head_is_what_the_weights_say(make_folder, stored):
     from transformers import AutoModelForCausalLM
@@ -245,11 +236,3 @@ def test_the_code_in_a_folder_does_not_run_and_resuming_does_not_need_the_folder
     shutil.rmtree(folder)
     assert train(depthlm.compose(overrides)) == 0
     assert not (tmp_path / "trace").exists()
-
-
-def test_an_error_names_a_torn_weight_file(small_run, make_folder):
-    folder = make_folder("qwen3", shards="1GB")
-    config = depthlm.compose(small_run(*OURS, "backbone.norm_eps=1e-6", f"init_from={folder}"))
-    (folder / "model.safetensors").write_bytes(b"torn")
-    with pytest.raises(UserError, match=r"model.safetensors cannot be read"):
-        train(config)

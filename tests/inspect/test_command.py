@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from depthlm.__main__ import main
-from depthlm.inspect.command import sublayer_norm_picture, windows
-
-ROWS = [
-    {"step": step, "attention_output": [1.0, 2.0 * step], "mlp_output": [0.5, 0.25]}
-    | {"attention_gradient": [1e-3, 1e-4], "mlp_gradient": [None, 1e-5]}
-    for step in (1, 5, 10)
-]
+from depthlm.inspect.command import windows
 
 
 def inspect(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
@@ -68,18 +62,6 @@ def test_windows_contain_every_token_once():
     assert [tuple(part.shape) for part in batches] == [(2, 1024), (2, 1024), (1, 1024), (1, 3)]
     assert torch.equal(torch.cat([part.flatten() for part in batches]), tokens)
     assert [tuple(part.shape) for part in windows(tokens[:5], 4096)] == [(1, 5)]
-
-
-def test_picture_of_magnitudes_over_training(tmp_path):
-    assert sublayer_norm_picture(tmp_path) is None
-    (tmp_path / "blocks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS) + '{"step": 11, "att')
-    picture = sublayer_norm_picture(tmp_path)
-    assert picture is not None
-    assert picture.arrays["blocks_step"].tolist() == [1, 5, 10]
-    np.testing.assert_array_equal(picture.arrays["blocks_attention_output"], [[1, 2], [1, 10], [1, 20]])
-    np.testing.assert_array_equal(picture.arrays["blocks_mlp_gradient"], [[np.nan, 1e-5]] * 3)
-    axes = picture.draw().axes
-    assert axes[0].lines[-1].get_ydata().tolist() == [1, 20]
 
 
 def test_bad_arguments_are_refused(trained, tmp_path, monkeypatch, capsys):

@@ -1,15 +1,13 @@
 """Pictures of the weights of single tokens: their arrays equal those of the means, and their axes name the tokens."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
-from depthlm.data import Tokenizer
-from depthlm.data.tokenizers import bytes_tokenizer
 from depthlm.inspect import collect
-from depthlm.inspect.picture import NAMED, Picture, named_tokens, token_names
+from depthlm.inspect.picture import Picture
 from depthlm.model import Decoder
 
 from .conftest import TOKENS
@@ -35,21 +33,6 @@ def with_noise(model: Decoder) -> Decoder:
     for parameter in model.connections.parameters():
         parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
     return model
-
-
-def test_spaces_and_line_breaks_are_visible_and_dollar_signs_are_no_formula():
-    tokenizer = bytes_tokenizer()
-    (tokens,) = tokenizer.encode_batch(["a b\n\t$é"])
-    assert token_names(tokenizer, tokens) == ["a", "\u2423", "b", "\\n", "\\t", "\\$", "\ufffd", "\ufffd"]
-
-    assert named_tokens(NAMED) == list(range(NAMED))
-    assert named_tokens(NAMED + 1) == list(range(0, NAMED + 1, 2))
-
-    class Long:
-        def decode(self, ids: list[int]) -> str:
-            return " " + "x" * ids[0]
-
-    assert token_names(cast(Tokenizer, Long()), [13, 14]) == ["\u2423" + "x" * 13, "\u2423" + "x" * 12 + "…"]
 
 
 def test_the_mean_of_the_tokens_is_what_the_picture_without_tokens_shows(build):

@@ -45,17 +45,6 @@ def test_depth_attention_of_known_queries_and_keys(build, arrays):
     same(found["depth_attention_weights"], expected)
 
 
-def test_depth_attention_in_loops_and_with_uniform_weights(build, arrays):
-    found = arrays(build("model=uniform_mix", "model.loops=2", "size.num_layers=2", "model.attention.stride=1"))
-    expected = [
-        [1, nan, nan, nan],
-        [1 / 2, 1 / 2, nan, nan],
-        [1 / 2, nan, 1 / 2, nan],  # layer 0 in the second loop: its source is itself in the first loop
-        [nan, 1 / 3, 1 / 3, 1 / 3],
-    ]
-    same(found["depth_attention_weights"], expected)
-
-
 def test_attention_residuals_with_scalars(build, arrays):
     model = build("model=attention_residuals", "model.connection.mixing=scalars", "model.connection.block_size=3")
     counts = [1 + -(-sublayer // 3) for sublayer in range(9)]
@@ -67,16 +56,6 @@ def test_attention_residuals_with_scalars(build, arrays):
     same(found["attention_residuals_weights_attention"], expected[:-1:2])
     same(found["attention_residuals_weights_mlp"], expected[1::2])
     same(found["attention_residuals_weights_final"], expected[-1])
-
-
-def test_attention_residuals_with_scores(build, arrays):
-    # initially every query is zero
-    found = arrays(build("model=attention_residuals", "model.connection.block_size=4"))
-    same(found["attention_residuals_weights_final"], [1 / 3] * 3)
-    same(found["attention_residuals_weights_mlp"][3], [1 / 3] * 3)
-    model = build("model=attention_residuals_recency", "model.connection.block_size=4")
-    model.connections[-1].recency.fill_(np.log(6))
-    same(arrays(model)["attention_residuals_recency_weights_final"], [1 / 9, 1 / 9, 1 / 9, 6 / 9])
 
 
 def test_attention_residuals_with_queries_for_q_k_and_v_of_some_layers(build, arrays):
@@ -228,15 +207,3 @@ def test_missing_pictures_are_reported(build):
         pictures, (message,) = collect(build(*overrides), [TOKENS])
         assert not pictures
         assert "has no figure of its own" in message
-
-
-def test_gates_are_a_curve_over_the_layers(build):
-    model = build("model/connection=highway")
-    for connection in model.connections[:-1]:
-        connection.gate.weight.zero_()
-        connection.gate.bias.fill_(connection.spec.sublayer)
-    (picture,), _ = collect(model, [TOKENS])
-    gates = torch.arange(8.0).sigmoid().numpy()
-    for part, first, panel in zip(("attention", "mlp"), (0, 1), picture.draw().axes, strict=True):
-        same(picture.arrays[f"highway_gate_{part}"], np.repeat(gates[first::2, None], 16, -1))
-        same(panel.lines[0].get_ydata(), gates[first::2])

@@ -8,7 +8,7 @@ import torch
 from depthlm.config import ConfigError, compose, compose_anywhere
 from depthlm.errors import UserError
 from depthlm.machine import environment
-from depthlm.machine.environment import Gpu, driver_version, unusable
+from depthlm.machine.environment import Gpu, unusable
 
 OLD = Gpu(
     devices=("/dev/nvidia0", "/dev/nvidia1"),
@@ -56,17 +56,6 @@ def test_no_gpu_a_hidden_one_and_one_that_works_are_no_error():
         assert unusable(replace(OLD, **changes)) is None
 
 
-def test_driver_version_is_parsed(tmp_path):
-    assert driver_version(tmp_path / "none") is None
-    for text, version in (
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13 16:14:05 UTC 2021\n", "470.57.02"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  555.42  Release Build  (root@x)\n", "555.42"),
-        ("something else\n", None),
-    ):
-        (tmp_path / "version").write_text(text)
-        assert driver_version(tmp_path / "version") == version
-
-
 def test_an_unusable_gpu_is_an_error_unless_the_cpu_is_requested(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(environment, "probe", lambda: OLD)
@@ -83,19 +72,6 @@ def test_an_unusable_gpu_is_an_error_unless_the_cpu_is_requested(monkeypatch):
     with pytest.raises(ConfigError, match="device=cuda: there is no NVIDIA GPU that this process may use"):
         compose(["device=cuda"])
     assert compose([]).device == "auto"
-
-
-def test_device_cpu_is_used_despite_a_working_gpu(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
-    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {})
-    assert environment.device_type("auto") == environment.device_type("cuda") == "cuda"
-    assert environment.device_type("cpu") == "cpu"
-    assert compose(["device=cpu"]).precision.name == "fp32"
-    assert compose([]).precision.name == "bf16"
-    monkeypatch.setattr("depthlm.ops.backend.missing", lambda device: None if device == "cuda" else "needs a GPU")
-    with pytest.raises(ConfigError, match="kernels=triton"):
-        compose(["device=cpu", "kernels=triton"])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Kernels with a fault that a constant removes, and a matrix product."""
+"""Kernels with a fault that a constant removes."""
 
 import triton
 import triton.language as tl
@@ -71,10 +71,3 @@ def unwritten(y_ptr, out_ptr, B: tl.constexpr, WRITTEN: tl.constexpr):
         tl.store(y_ptr + c, 1.0, c > 0)
     tl.debug_barrier()
     tl.store(out_ptr, tl.sum(tl.load(y_ptr + c), axis=0))
-
-
-@triton.jit
-def product(a_ptr, b_ptr, c_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, P: tl.constexpr):
-    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
-    a, b = tl.load(a_ptr + m[:, None] * K + k[None, :]), tl.load(b_ptr + k[:, None] * N + n[None, :])
-    tl.store(c_ptr + m[:, None] * N + n[None, :], tl.dot(a, b, input_precision=P))

@@ -112,18 +112,6 @@ def test_a_sweep_without_an_experiment_has_a_report(monkeypatch, capsys):
 
 
 @pytest.mark.usefixtures("real_directories")
-def test_the_protocol_has_the_precision_of_the_runs(monkeypatch):
-    def precision(*overrides: str) -> list[str]:
-        run(monkeypatch, *overrides, "to=report")
-        return row(Path("report/report.md").read_text(), "precision")
-
-    write_run("outputs/default/mhc-tiny-seed1", config={"precision": {"name": "fp32"}})
-    write_run("outputs/default/vanilla-tiny-seed1", config={"precision": {"name": "bf16"}})
-    assert precision("model=vanilla,mhc") == ["bf16; fp32"]
-    assert precision("precision=auto", "seed=7") == ["auto"]
-
-
-@pytest.mark.usefixtures("real_directories")
 def test_the_results_of_a_sweep_are_printed_with_the_command_that_prints_them_again(capsys):
     write_run("outputs/default/mhc-tiny-seed1", 3.0)
     show_results(["model=vanilla,mhc"])

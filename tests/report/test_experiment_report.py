@@ -60,22 +60,6 @@ def test_runs_of_the_papers_protocol_are_compared_with_its_numbers():
     assert "1 of 2 complete runs have no finite number yet for validation loss (`validation_loss`)." in text
 
 
-def test_the_spread_of_the_papers_number_stands_beside_ours():
-    points = [
-        {"label": "Vanilla", "model": "vanilla", "paper": {"loss": [3.1, 0.0125]}},
-        {"label": "DCA", "model": "dca", "paper": {"loss": [2.5, 0]}},
-        {"label": "MoDA", "model": "moda", "paper": {"loss": 2.75}},
-    ]
-    of = experiment(points=points, columns={"loss": {"metric": "validation_loss", "digits": 2}})
-    for seed, off in (("1", -0.1), ("2", 0.1)):
-        for directory, loss in zip(directories(of, seeds=[seed]), (3.0, 2.5, 2.0), strict=True):
-            write_run(directory, loss + off)
-    text = reported(of, seeds=["1", "2"])
-    assert row(text, "Vanilla") == ["2", "3.00 ± 0.14", "3.10 ± 0.01", "-0.10"]
-    assert row(text, "DCA") == ["2", "2.50 ± 0.14", "2.50 ± 0.00", "0.00"]
-    assert row(text, "MoDA") == ["2", "**2.00 ± 0.14**", "2.75", "-0.75"]
-
-
 def test_a_half_finished_sweep_reports_the_progress_of_each_run():
     rule = directories(RULE, "smoke")
     write_run(rule[0], 3.0)

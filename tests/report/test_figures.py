@@ -11,7 +11,6 @@ from depthlm.mechanisms.dca import DeepCrossAttention
 from depthlm.mechanisms.depth_attention import DepthAttention
 from depthlm.mechanisms.moda import Moda
 from depthlm.mechanisms.residual import Residual
-from depthlm.report.figures.charts import _lines
 from depthlm.report.figures.heatmap import cells_of, panels_of
 from depthlm.report.figures.style import OTHERS, mechanism_of
 from depthlm.report.rows import Row, measure_column, order_values, setting, setting_title
@@ -21,24 +20,6 @@ from ..pictures import keep_figures
 from .made_up import directories, experiment, is_png, reported, sweep, write_run
 
 LOSS = {"loss": {"title": "loss", "metric": "validation_loss"}}
-
-
-def test_lines_are_broken_where_a_number_is_missing():
-    points = [
-        {"label": f"{label} {layers}", "model": label, "size.num_layers": layers, "paper": {"loss": 4.0 - layers / 10}}
-        for label in ("vanilla", "dca")
-        for layers in (2, 4, 16)
-    ]
-    of = experiment(points=points, columns=LOSS, figure="lines", x="size.num_layers")
-    for number, directory in enumerate(directories(of, "smoke")):
-        if number != 4:
-            write_run(directory, 3.5 - 0.1 * number)
-    text = reported(of, "smoke")
-    assert "Hollow markers: the paper's numbers." in text
-    ours = _lines(sweep(of, "smoke"), hollow=False)
-    assert [[mark.x for mark in line.marks] for line in ours] == [[2.0, 4.0, 16.0]] * 2
-    assert np.isnan(ours[1].marks[1].y)
-    assert [mark.y for mark in _lines(sweep(of), hollow=True)[0].marks] == [3.8, 3.6, 2.4]
 
 
 @pytest.mark.usefixtures("rendered")
@@ -112,21 +93,3 @@ def test_the_colour_of_a_mechanism_is_that_of_its_class():
     assert colour_of(model__connection="dca", model__attention="depth_attention") == DeepCrossAttention.colour
     assert colour_of(model__connection="rezero", model__attention="moda") == Moda.colour
     assert {colour_of(model__connection="rezero"), colour_of(model="vanilla", model__connection="my_own")} <= {*OTHERS}
-
-
-def test_bars_of_another_protocol_have_the_papers_numbers_in_a_panel_of_their_own(monkeypatch):
-    points = [{"model": model, "paper": {"loss": loss}} for model, loss in (("vanilla", 2.3), ("dca", 2.2))]
-    of = experiment(points=points, columns=LOSS, figure="bars", title="A pair")
-    figures = keep_figures(monkeypatch)
-    for budget, titles in (("smoke", ["ours", "the paper's"]), ("paper", [""])):
-        for directory, loss in zip(directories(of, budget), (3.0, 2.5), strict=True):
-            write_run(directory, loss)
-        reported(of, budget)
-        assert [axes.get_title() for axes in figures["bars"].axes] == titles
-        assert [len(axes.patches) for axes in figures["bars"].axes] == ([1, 1] if budget == "smoke" else [2])
-        assert figures["bars"].get_suptitle() == "A pair"
-    # beside runs of too few updates, there is nothing of the paper
-    monkeypatch.setattr("depthlm.report.sweep.FEW_UPDATES", 41)
-    monkeypatch.setattr("depthlm.report.sweep.FEW_OF_ONE_SEED", 41)
-    reported(of, "paper")
-    assert [len(axes.patches) for axes in figures["bars"].axes] == [1]

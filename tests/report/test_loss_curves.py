@@ -12,8 +12,6 @@ from depthlm.report.figures.loss_curves import (
     Panel,
     draw_loss_curves,
     panels_of,
-    read,
-    smooth,
 )
 from depthlm.report.figures.style import Mechanism, mechanism_of
 from depthlm.report.figures.validation_curves import mean_points
@@ -64,27 +62,6 @@ def test_a_panel_is_named_by_what_distinguishes_its_task(points, titles, names):
     panels = panels_of(sweep(experiment(points=points)))
     assert [panel.title.partition(": ")[0] for panel in panels] == titles
     assert [curve.name for curve in panels[0].curves] == names
-
-
-def test_seeds_are_drawn_as_their_mean_and_a_band(monkeypatch):
-    panels = [Panel("micro", [curve("a", 3.0, 3.2), curve("b", 2.5, mechanism="dca")])]
-    (axes,), notes = drawn(panels, monkeypatch)
-    first, second = (smooth(read(run).y) for run in panels[0].curves[0].runs)
-    mean, _ = (line.get_ydata() for line in axes.lines)
-    assert mean == pytest.approx((first + second) / 2)
-    (band,) = axes.collections
-    edges = band.get_paths()[0].vertices[:, 1]
-    assert {min(first), max(second)} <= {*edges}
-    assert [text.get_text() for text in axes.texts] == ["a", "b"]
-    assert any("bands: from the lowest to the highest" in note for note in notes)
-
-
-def test_incomplete_runs_are_pale_and_end_in_a_cross(monkeypatch):
-    waiting = LossCurve("waiting", mechanism_named("dca"), [read_run("no")])
-    (axes,), notes = drawn([Panel("", [curve("a", 3.0, done=0.5), curve("b", 2.5), waiting])], monkeypatch)
-    assert [text.get_text() for text in axes.texts] == ["a (stopped, step 20)", "b"]
-    assert [line.get_marker() for line in axes.lines] == ["None", "x", "None"]
-    assert any("Thin pale lines that end in a cross" in note for note in notes)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ import pytest
 from depthlm.config import compose, compose_anywhere
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
-from depthlm.slurm.cluster import Cluster, queued_points, record_array
-from depthlm.slurm.submit import main, submit_array
+from depthlm.slurm.cluster import record_array
+from depthlm.slurm.submit import main
 from depthlm.sweeps import sweep_points
 
 from ..report.made_up import write_run
@@ -61,12 +61,6 @@ def test_a_dry_run_prints_the_script_and_the_points_of_the_same_sweep(four_point
     )
     assert (REPOSITORY / "depthlm/slurm/train.sbatch").read_text() in output
     assert not (tmp_path / "runs").exists()
-
-
-def test_slurm_replaces_nothing_in_the_folder_of_a_sweep(capsys):
-    submit_array(Cluster(), Path("/a/%j/100%"), 0, 1, [], dry_run=True)
-    # %% is a % in the names of SLURM's files
-    assert "--output=/a/%%j/100%%/log-%A_%a.txt" in shlex.split(capsys.readouterr().out)
 
 
 @pytest.mark.slow
@@ -236,17 +230,6 @@ def test_the_status_says_why_a_job_waits_and_where_a_job_that_ended_has_its_log(
         "running",
         f"the job ended before its run began; see {snapshot}/log-12_3.txt",
     ]
-
-
-def test_the_jobs_of_the_queue_wait_run_or_have_ended(tmp_path, bin_folder):
-    lines = ("12 0 CONFIGURING", "12 1 RUNNING", "12 2 TIMEOUT", "12 9 RUNNING")
-    fake(bin_folder, "squeue", "".join(f"echo '{line}'\n" for line in lines))
-    snapshot = tmp_path / ".slurm/0001"
-    snapshot.mkdir(parents=True)
-    runs = [str(tmp_path / name) for name in "abc"]
-    record_array(snapshot, "12", runs)
-    jobs = queued_points([tmp_path / ".slurm"])
-    assert {directory: job.state for directory, job in jobs.items()} == {runs[0]: "waiting", runs[1]: "running"}
 
 
 # as SLURM for the last task of array 40, whose own id is that of the array: its id alone names all tasks

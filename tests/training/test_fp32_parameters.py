@@ -3,16 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import depthlm
-from depthlm.distributed.launchers import ranks
 from depthlm.model.parameters import fp32_parameters, optimizer_groups
-from depthlm.training.engine import writable
-from depthlm.training.engine.partitions import partitions
 from depthlm.training.step import train_step
 
 from .run_files import assert_same_run, weights
@@ -89,37 +85,6 @@ def test_updates_equal_adamw_in_fp32_on_the_same_gradients(small_run, stage, pre
         torch.testing.assert_close(actual[name], parameter.detach(), rtol=1e-6, atol=1e-6)
     rounded = torch.cat([(actual[name].to(half) - actual[name]).flatten() for name in expected])
     assert rounded.abs().max() > 1e-4
-
-
-def updated(overrides: list[str]) -> list[tuple[str, np.ndarray]]:
-    """Return these parameters of this rank after some updates, which it compares with its part of the fp32 weights."""
-    config, plan, engine = start(overrides)
-    for tokens in synthetic_tokens(config, 3):
-        batch = tokens.chunk(plan.world_size)[ranks().rank]
-        train_step(engine, batch.view(plan.accumulation, plan.micro_batch_size, -1), plan, 0.0)
-    masters = [(part.flat, *own) for part in partitions(engine.zero) for own in part.local_fragments()]
-    names, result = {parameter: name for name, parameter in fp32_parameters(engine.model).items()}, {}
-    for parameter, name in names.items():
-        with writable(parameter):
-            result[name] = parameter.detach().flatten().clone()
-    for flat, parameter, (_, start_, offset, length) in masters:
-        if parameter in names:
-            assert torch.equal(result[names[parameter]][start_ : start_ + length], flat[offset : offset + length])
-    engine.destroy()
-    # tensors would be sent as shared memory
-    return [(name, values.numpy()) for name, values in result.items()]
-
-
-@pytest.mark.parametrize(("stage", "model"), [("zero3", "mhc"), *slow(("zero1", "kimi_linear"), ("zero2", "static"))])
-def test_all_ranks_have_the_fp32_weights(two_ranks, small_run, stage, model):
-    settings = (f"deepspeed={stage}", "precision=bf16", *MODELS[model], "training.micro_batch_size=1")
-    one, other = two_ranks(updated, small_run(*settings))
-    assert one
-    for (name, values), (_, expected) in zip(one, other, strict=True):
-        assert values.dtype == np.float32
-        assert np.array_equal(values, expected), name
-    together = torch.from_numpy(np.concatenate([values for _, values in one]))
-    assert not torch.equal(together, together.bfloat16().float())
 
 
 @pytest.mark.slow

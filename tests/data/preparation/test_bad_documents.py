@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from depthlm.data import DataError, Manifest, prepare
-from depthlm.data.corpora.documents import REASONS, Reader
-from depthlm.data.corpora.formats import TextFile
+from depthlm.data.corpora.documents import REASONS
 
 from .preparing import content
 
@@ -31,19 +30,6 @@ def test_all_files_that_cannot_be_read_are_named_at_once(local, text_folder):
     # bad documents are skipped now, and the error is about the only file that cannot be read
     with pytest.raises(DataError, match=r"^cannot be read to its end .*2\.jsonl\.gz\. Download or copy"):
         prepare(dataclasses.replace(data, on_bad_document="skip"))
-
-
-def test_a_file_without_permission_is_named_with_its_remedy(local, text_folder, monkeypatch):
-    def refuse(path: Path, *_: object) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    # root may read any file
-    monkeypatch.setattr("depthlm.files.os.open", refuse)
-    file = TextFile("a.txt", str(text_folder / "a.txt"))
-    with pytest.raises(
-        DataError, match=r"^you may not read the file: .*a\.txt\. Change its permissions: chmod u\+r\.$"
-    ):
-        next(Reader(file, "text").records())
 
 
 def test_a_bad_document_is_an_error_or_is_skipped_and_counted_as_configured(local, text_folder, capsys):

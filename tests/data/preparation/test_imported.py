@@ -88,15 +88,6 @@ def test_bytes_of_a_tokenizer_whose_tokens_are_not_bytes_are_those_of_the_decode
         assert (split.documents, split.bytes) == (len(expected), sum(expected))
 
 
-def test_documents_may_continue_in_the_next_chunk_and_file(monkeypatch):
-    monkeypatch.setattr(imported, "CHUNK", 3)
-    manifest = import_tokens(job(raw("a", IDS[:3]), raw("b", IDS[3:8]), raw("c", IDS[8:]), shard_tokens=5))
-    split = manifest.validation["made"]
-    assert tokens_of(Path("made"), "validation") == IDS
-    assert (split.documents, split.bytes) == (3, 7 + 9)
-    assert [shard.tokens for shard in split.files] == [5, 5, 5, 4]
-
-
 def test_training_text_holds_out_whole_documents(monkeypatch):
     monkeypatch.setattr(imported, "CHUNK", 7)
     documents = [[*f"document {number % 100}".encode(), END] for number in range(200)]
@@ -131,14 +122,21 @@ def test_a_validation_set_of_a_run_is_a_folder_of_imported_ids(local):
 
 
 def test_a_header_of_npy_says_the_dtype_and_the_shape():
-    for number, (dtype, given) in enumerate((("<u2", None), ("<u4", "uint32"), ("<i8", None))):
+    for number, dtype in enumerate(("<u2", "<i8")):
         np.save("ids.npy", np.array(IDS, dtype))
-        import_tokens(job(Path("ids.npy"), dtype=given, folder=Path(f"made{number}")))
+        import_tokens(job(Path("ids.npy"), dtype=None, folder=Path(f"made{number}")))
         assert tokens_of(Path(f"made{number}"), "validation") == IDS
     for shape, dtype in (((4, 4), "<u4"), ((4,), "<f4"), ((4,), "<u2")):
         np.save("ids.npy", np.full(shape, END, dtype))
         with pytest.raises(DataError, match=f"an array of {len(shape)} dimensions and dtype {np.dtype(dtype)}"):
             import_tokens(job(Path("ids.npy")))
+
+
+def header(text: str) -> Path:
+    """Write a .npy of the ids with this header."""
+    head = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+    Path("ids.npy").write_bytes(head + np.array(IDS, "<u4").tobytes())
+    return Path("ids.npy")
 
 
 @pytest.mark.parametrize(
@@ -151,42 +149,18 @@ def test_a_header_of_npy_says_the_dtype_and_the_shape():
         (lambda: raw("ids", [*b"abcde"], "u1"), {}, ["5 bytes are no whole number of ids of 4 bytes"]),
         (lambda: Path("absent"), {}, ["absent", "cannot read ids"]),
         (lambda: raw("ids", IDS), {"held_out": 1e-6}, ["of 3 documents, 3 are for training and 0 for validation"]),
+        (lambda: header("{'descr': '<u4', 'fortran_order': False, 'shape': (99999999999999,)}"), {}, ["says 99,999,"]),
+        (lambda: header("{'descr': '|O', 'fortran_order': False, 'shape': (19,)}"), {}, ["dtype object"]),
+        (lambda: header("(" * 9000), {}, ["header of a .npy cannot be read"]),
+        (lambda: Path("/dev/zero"), {}, ["not a regular file"]),
     ],
 )
 def test_ids_that_cannot_be_token_files_are_refused(write, settings, words):
     with pytest.raises(DataError) as caught:
         import_tokens(job(write(), **settings))
     assert all(word in str(caught.value) for word in words), str(caught.value)
-    assert not Path("made").exists()
-
-
-def header(text: str) -> Path:
-    """Write a .npy of the ids with this header."""
-    head = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
-    Path("ids.npy").write_bytes(head + np.array(IDS, "<u4").tobytes())
-    return Path("ids.npy")
-
-
-@pytest.mark.parametrize(
-    ("write", "words"),
-    [
-        (lambda: header("{'descr': '<u4', 'fortran_order': False, 'shape': (99999999999999,)}"), "says 99,999,"),
-        (lambda: header("{'descr': '<u4', 'fortran_order': False, 'shape': (-1,)}"), "a shape of"),
-        (lambda: header("{'descr': '|O', 'fortran_order': False, 'shape': (19,)}"), "dtype object"),
-        (lambda: header("(" * 9000), "header of a .npy cannot be read"),
-        (lambda: Path("/dev/zero"), "not a regular file"),
-    ],
-)  # fmt: skip
-def test_a_hostile_file_is_refused(write, words):
-    with pytest.raises(DataError) as caught:
-        import_tokens(job(write(), dtype=None))
-    assert words in str(caught.value)
     assert len(str(caught.value)) < 1000
     assert not Path("made").exists()
-
-
-def truncate(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-4])
 
 
 def rewrite(file: Path) -> None:
@@ -198,7 +172,7 @@ def rewrite(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "chunk"),
-    [(truncate, 4), (rewrite, 2**22), (lambda file: file.write_bytes(file.read_bytes() + b"\0" * 4), 4)],
+    [(lambda file: file.write_bytes(file.read_bytes()[:-4]), 4), (rewrite, 2**22)],
 )
 def test_a_file_that_changes_while_it_is_imported_is_refused(monkeypatch, chunk, change):
     monkeypatch.setattr(imported, "CHUNK", chunk)
@@ -208,21 +182,20 @@ def test_a_file_that_changes_while_it_is_imported_is_refused(monkeypatch, chunk,
         change(file)
         return written(*arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(imported, "_write", change_and_write)
-        with pytest.raises(DataError, match="the file changed while it was read"):
-            import_tokens(job(file, held_out=0.5))
+    monkeypatch.setattr(imported, "_write", change_and_write)
+    with pytest.raises(DataError, match="the file changed while it was read"):
+        import_tokens(job(file, held_out=0.5))
     assert not Path("made").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_refused(monkeypatch):
     with pytest.raises(DataError, match="File name too long"):
         import_tokens(job(raw("ids", IDS), folder=Path("x" * 300)))
-    for error in (OSError(errno.ENOSPC, "No space left on device"), MemoryError()):
-        with monkeypatch.context() as patch:
-            patch.setattr(imported.SplitWriter, "add", Mock(side_effect=error))
-            with pytest.raises(DataError, match=r"No space left on device|out of memory"):
-                import_tokens(job(Path("ids")))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as patch:
+        patch.setattr(imported.SplitWriter, "add", Mock(side_effect=full))
+        with pytest.raises(DataError, match="No space left on device"):
+            import_tokens(job(Path("ids")))
     import_tokens(job(Path("ids")))
     assert tokens_of(Path("made"), "validation") == IDS
 
@@ -236,11 +209,3 @@ def test_the_same_import_again_changes_nothing_and_another_is_refused():
     for other in (job(*reversed(files)), job(raw("b", [*IDS[9:], END]), files[0])):
         with pytest.raises(DataError, match="other token files"):
             import_tokens(other)
-
-
-def test_the_tokenizer_must_exist_before_and_bytes_have_one_end_of_text():
-    with pytest.raises(DataError, match="the tokenizer that made them"):
-        load_tokenizer("bpe", None)
-    assert load_tokenizer("bytes", "<|endoftext|>").end.token == "<|endoftext|>"
-    with pytest.raises(DataError, match=r"--end-of-text=\."):
-        load_tokenizer("bytes", ".")

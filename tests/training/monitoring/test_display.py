@@ -3,10 +3,9 @@
 import io
 import re
 
-import pytest
 from rich.console import Console
 
-from depthlm.training.monitoring.display import Bar, SmoothMean, row_text
+from depthlm.training.monitoring.display import Bar, row_text
 
 ROW = {"step": 20, "loss": 9.0, "mean_loss": 3.25, "learning_rate": 1e-3, "grad_norm": 1.5, "tokens_per_second": 2048.0,
        "mfu": None, "data_seconds": 0.5}  # fmt: skip
@@ -44,16 +43,6 @@ def test_a_bar_shows_the_most_important_numbers_that_are_known_and_fit():
     assert drawn(34).split("  ") == ["step 6/100", "smoothed loss 3.0000"]
     for width in range(1, 160, 9):
         assert len(drawn(width)) < width
-
-
-def test_a_smooth_mean_weights_the_newest_values_and_has_no_bias():
-    values, decay, mean = [3.0, -7.5, 40.0, 0.25], 0.9, SmoothMean(0.9)
-    assert mean.value is None
-    for value in values:
-        mean.add(value)
-    weights = [decay**age for age in (3, 2, 1, 0)]
-    expected = sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
-    assert mean.value == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_loss_that_is_not_finite_does_not_spoil_the_mean():
