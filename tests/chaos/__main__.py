@@ -1,29 +1,27 @@
 """Disturb runs at random moments, start them again each time, and compare them with undisturbed ones.
 
     python -m tests.chaos                       # all arms, two hours on two cores
-    python -m tests.chaos --arms torchrun disk  # these, of the list that --help prints
+    python -m tests.chaos --arms torchrun stop  # these, of the list that --help prints
     python -m tests.chaos --events 5            # of each arm
 
 Each arm is a run of size micro on the CPU that is disturbed until it reaches its end; then another one begins, until
 there were enough events. Loss curve, validation loss and weights must be equal, bit for bit, to those of a run that one
-command trained from start to end. The arm `srun` needs SLURM, the arm `disk` root.
+command trained from start to end. The arm `srun` needs SLURM.
 """
 
 import argparse
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .disturbers import DiskFiller, Disturber, Killer, Stopper
+from .disturbers import Disturber, Killer, Stopper
 from .runs import finish, outcome, same, starter
 
 RUN = ["size=micro", "data=stdlib", "data.tokenizer=bytes", "data.max_tokens=200K", "tracker=none", "precision=fp32",
@@ -32,7 +30,6 @@ RUN = ["size=micro", "data=stdlib", "data.tokenizer=bytes", "data.max_tokens=200
        "training.sample=null", "training.num_threads=1", "training.rank_timeout=5",
        "training.async_checkpoint=true"]  # fmt: skip
 STEPS = 600
-DISK_MIB = 48
 
 
 @dataclass(frozen=True)
@@ -58,18 +55,7 @@ ARMS = {
                  ["model=depth_attention", "deepspeed=zero1"], 60,
                  [(step, 2 - step // 60 % 2) for step in range(60, STEPS + 1, 60)], 4),
     "stop": Arm(Stopper, "python", ["model=denseformer", "deepspeed=zero1"], 50),
-    "disk": Arm(DiskFiller, "python", ["model=depth_attention", "deepspeed=zero1"], 20),
 }  # fmt: skip
-
-
-@contextmanager
-def small_disk(folder: Path) -> Iterator[None]:
-    """Mount a small file system at this folder; needs root. Raises CalledProcessError if it cannot be mounted."""
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}M", "tmpfs", folder], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", folder], check=True)
 
 
 def train(arm: Arm, folder: Path, shared: list[str]) -> dict[str, Any]:
@@ -106,10 +92,9 @@ def run_arm(name: str, most: int | None, seed: int) -> bool:
         while len(events) < wanted:
             place = folder / f"run-{runs}"
             place.mkdir()
-            with small_disk(place) if arm.disturber is DiskFiller else nullcontext():
-                seen = disturb(arm, place, shared, seed + runs, wanted - len(events))
-                runs += 1
-                equal = same(outcome(place / "disturbed"), undisturbed) and equal
+            seen = disturb(arm, place, shared, seed + runs, wanted - len(events))
+            runs += 1
+            equal = same(outcome(place / "disturbed"), undisturbed) and equal
             if not seen:
                 raise RuntimeError(f"{name}: a run of {STEPS} steps ended before anything happened to it")
             events += seen

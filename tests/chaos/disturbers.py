@@ -1,4 +1,4 @@
-"""What happens to a run at random moments: kills, stopped ranks, a full disk."""
+"""What happens to a run at random moments: kills and stopped ranks."""
 
 import itertools
 import random
@@ -6,7 +6,6 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +31,16 @@ class Disturber(ABC):
         while not ended and len(self.events) < wanted:
             job = begin(overrides)
             try:
-                ended = self.life(job, lambda: begin(overrides))
+                ended = self.life(job)
             finally:
                 job.kill()
         return ended
 
     @abstractmethod
-    def life(self, job: Job, again: Callable[[], Job]) -> bool:
+    def life(self, job: Job) -> bool:
         """Disturb a run that has just started. Returns whether it has reached its end.
 
-        again: starts the run once more. Raises: RuntimeError if the run failed by itself.
+        Raises RuntimeError if the run failed by itself.
         """
 
     def _sleep(self, low: float, high: float) -> None:
@@ -75,7 +74,7 @@ class Killer(Disturber):
         super().__init__(directory, seed)
         self._moments, self._start_seconds = itertools.cycle(moments), 5.0
 
-    def life(self, job: Job, again: Callable[[], Job]) -> bool:
+    def life(self, job: Job) -> bool:
         moment, before, born = next(self._moments), newest_step(self.directory), time.time()
         self._wait_for(job, moment, before, born)
         ranks = job.ranks()
@@ -130,7 +129,7 @@ class Stopper(Disturber):
     nothing.
     """
 
-    def life(self, job: Job, again: Callable[[], Job]) -> bool:
+    def life(self, job: Job) -> bool:
         if not self._trains(job):
             return True
         for brief in (True, True, False):
@@ -154,36 +153,3 @@ class Stopper(Disturber):
             if not brief and (job.wait() == 0 or newest_step(self.directory) > step):
                 raise RuntimeError(f"the rank that had been stopped continued:\n{job.text()}")
         return False
-
-
-class DiskFiller(Disturber):
-    """Fills the disk of the run directory for a moment.
-
-    Every second time, it also kills the run and starts it again while the disk is full.
-    """
-
-    def life(self, job: Job, again: Callable[[], Job]) -> bool:
-        filler = self.directory.parent / "filler"
-        try:
-            while self._trains(job):
-                self._sleep(0, 0.5)
-                step, restart = newest_step(self.directory), len(self.events) % 2 == 1
-                with suppress(OSError), filler.open("wb", buffering=0) as stream:
-                    while stream.write(b"\0" * 4096):
-                        pass
-                self._sleep(0.2, 2.0)
-                if restart:
-                    job.kill()
-                    job.wait()
-                    job = again()
-                    self._sleep(0, 10.0)
-                self.events.append({"step": step, "until": newest_step(self.directory), "restarted": restart})
-                filler.unlink()
-                if restart:
-                    # a run that begins on a full disk may fail
-                    self.events[-1]["failed"] = job.failed()
-                    return job.code() == 0
-            return True
-        finally:
-            job.kill()
-            filler.unlink(missing_ok=True)

@@ -1,20 +1,16 @@
 """A study that is opened again resumes, a run that diverged does not end it, and mistakes end with exit code 2."""
 
 import math
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.utils import JobReturn, JobStatus
 
-from depthlm.config import compose_anywhere
-from depthlm.config.names import by_name
 from hydra_plugins.optuna_sweeper import OptunaSweeper
 
-from ..report.made_up import write_run
+from .launcher import Launcher
 
 optuna = pytest.importorskip("optuna")
 OPTIONS: dict[str, Any] = {
@@ -27,36 +23,6 @@ OPTIONS: dict[str, Any] = {
     "max_failure_rate": 0.0,
     "params": {"optimizer.lr": "tag(log, interval(1e-4, 1e-2))"},
 }
-Outcome = Callable[[float], float | str | None]
-
-
-class Launcher:
-    """A launcher whose runs have a loss that is a function of the learning rate, or the text of a failure.
-
-    limit: the runs after which it is killed. launched: the learning rates, by launch.
-    """
-
-    def __init__(self, outcome: Outcome, limit: int = 100) -> None:
-        self.outcome, self.limit = outcome, limit
-        self.launched: list[list[float]] = []
-
-    @property
-    def rates(self) -> list[float]:
-        return [rate for rates in self.launched for rate in rates]
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        self.launched.append([])
-        return [self.train(overrides) for overrides in job_overrides]
-
-    def train(self, overrides: Sequence[str]) -> JobReturn:
-        rate = float(by_name(overrides)["optimizer.lr"])
-        self.launched[-1].append(rate)
-        if len(self.rates) > self.limit:
-            raise KeyboardInterrupt
-        outcome = self.outcome(rate)
-        failure = outcome if isinstance(outcome, str) else None
-        write_run(Path(compose_anywhere(overrides).output_dir or ""), 3.0, failure=failure)
-        return JobReturn(status=JobStatus.COMPLETED, _return_value=math.inf if failure else outcome)
 
 
 def sweep(launcher: Any, *overrides: str, **options: Any) -> int | str | None:
@@ -78,11 +44,6 @@ def states() -> list[str]:
 
 def distance(rate: float) -> float:
     return abs(math.log(rate / 1e-3))
-
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def test_the_same_command_adds_trials_and_keeps_the_best(capsys):

@@ -1,50 +1,17 @@
 """`train.py -m` launches the points that the results of earlier ones call for."""
 
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
 
-from depthlm.config import compose_anywhere
-from depthlm.config.names import by_name
-from depthlm.runs.records import read_run
 from hydra_plugins.points_sweeper import PointsSweeper
 
-from ..report.made_up import write_run
+from .launcher import Launcher
 
 SWEEP = ["optimizer.lr=1e-3,2e-3", "seed=1", "experiment.best_over=optimizer.lr", "experiment.selection_seeds=[11]"]
-
-
-class Launcher:
-    """A launcher whose runs have a loss that is a known function of the learning rate; None: they diverge.
-
-    launched: the learning rates and seeds of the runs, by round. limit: the runs after which it is killed.
-    """
-
-    def __init__(self, loss: Callable[[float], float | None], limit: int = 100) -> None:
-        self.loss, self.limit = loss, limit
-        self.launched: list[list[tuple[str, str]]] = []
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        assert initial_job_idx == sum(map(len, self.launched))
-        self.launched.append([])
-        return [self.train(overrides) for overrides in job_overrides]
-
-    def train(self, overrides: Sequence[str]) -> JobReturn:
-        if sum(map(len, self.launched)) == self.limit:
-            raise KeyboardInterrupt
-        given = by_name(overrides)
-        self.launched[-1].append((given["optimizer.lr"], given["seed"]))
-        folder = compose_anywhere(overrides).output_dir or ""
-        loss = self.loss(float(given["optimizer.lr"]))
-        if "dry_run" not in given and read_run(folder).state != "complete":
-            failure = "DivergedError: 11 bad batches in a row" if loss is None else None
-            write_run(folder, loss or 3.0, failure=failure)
-        return JobReturn(status=JobStatus.COMPLETED, _return_value=math.inf if loss is None else loss)
 
 
 def sweep(launcher: Any, *overrides: str) -> int:
@@ -58,13 +25,8 @@ def sweep(launcher: Any, *overrides: str) -> int:
     return 0
 
 
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def loss(rate: float) -> float | None:
-    return None if rate > 5e-3 else 3.0 + math.log(rate / 1e-2) ** 2
+def loss(rate: float) -> float | str:
+    return "DivergedError: 11 bad batches in a row" if rate > 5e-3 else 3.0 + math.log(rate / 1e-2) ** 2
 
 
 ROUNDS = [[("1e-3", "11"), ("2e-3", "11")], [("4e-3", "11")], [("8e-3", "11")], [("4e-3", "1")]]
@@ -72,7 +34,10 @@ ROUNDS = [[("1e-3", "11"), ("2e-3", "11")], [("4e-3", "11")], [("8e-3", "11")], 
 
 def rounds(launcher: Launcher) -> list[list[tuple[str, str]]]:
     names = {"0.001": "1e-3", "0.002": "2e-3"}
-    return [[(names.get(rate, rate), seed) for rate, seed in of_round] for of_round in launcher.launched]
+    return [
+        [(names.get(given["optimizer.lr"], given["optimizer.lr"]), given["seed"]) for given in of_round]
+        for of_round in launcher.launched
+    ]
 
 
 def test_each_round_launches_what_the_runs_before_it_call_for(capsys):
@@ -104,7 +69,7 @@ def test_a_dry_run_ends(capsys):
 
 
 def test_a_sweep_without_a_finite_loss_or_with_a_run_that_failed_fails():
-    assert sweep(Launcher(lambda rate: None), "experiment.widen=0") == 1
+    assert sweep(Launcher(lambda rate: "DivergedError: inf"), "experiment.widen=0") == 1
     failing = SimpleNamespace(
         launch=lambda job_overrides, initial_job_idx: [
             JobReturn(status=JobStatus.COMPLETED, _return_value=math.inf) for _ in job_overrides
