@@ -2,11 +2,10 @@
 
 import json
 import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,6 @@ MACHINE = {"device": "NVIDIA H100 80GB HBM3", "threads": 16, "python": "3.12.1",
 BEGIN = (
     "import json, pathlib, sys, time\npathlib.Path(sys.argv[-1]).write_text(json.dumps({'lines': sys.argv[1:-2]}))\n"
 )
-
-
-@pytest.fixture(autouse=True)
-def signal_handlers() -> Iterator[None]:
-    """Restore the handlers of signals, which the command replaces."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -89,16 +79,6 @@ def test_rungs_run_side_by_side_and_are_stopped_at_their_limits_with_their_proce
     assert written(tmp_path, "slow")["lines"] == ["full"]
     time.sleep(1.0)
     assert not marker.exists()
-
-
-def test_a_signal_stops_the_rungs_that_run_and_their_results_are_kept(rung, tmp_path):
-    signal.signal(signal.SIGALRM, gpu.stop)
-    signal.setitimer(signal.ITIMER_REAL, 0.8)
-    rungs = [rung(name, "time.sleep(60)", part=1) for name in ("a", "b")]
-    assert gpu.climb(rungs, tmp_path, after(), rehearse=False) == ([], "a")
-    for name in ("a", "b"):
-        assert written(tmp_path, name)["rung"]["status"] == "interrupted"
-        assert written(tmp_path, name)["lines"] == ["full"]
 
 
 def test_the_parts_fit_into_a_quarter_of_an_hour_and_the_readme_lists_the_rungs():

@@ -15,7 +15,7 @@ from depthlm.config.arguments import read_arguments
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.evaluation.evaluate import Evaluate, evaluate
-from depthlm.evaluation.harness import SUITES, jobs_of
+from depthlm.evaluation.harness import SUITES
 from depthlm.evaluation.language_models import HarnessLM
 
 TASK = """task: depth_words
@@ -133,15 +133,6 @@ def test_suites_have_the_metric_names_that_the_experiments_read():
         shots = {0: "zero", 5: "five"}
         tasks = [*SUITES[name].tasks, "average"]
         assert read == {f"{shots[count]}_shot/{task}" for count in SUITES[name].shots for task in tasks}
-
-
-@pytest.mark.slow
-def test_missing_datasets_are_listed_with_remedies(trained):
-    with pytest.raises(UserError, match="8 of 8 tasks have no dataset here") as error:
-        run(f"run={trained}", "tasks=paper")
-    for task in [job.task for job in jobs_of(["paper"], [0])]:
-        assert f"- {task}: " in str(error.value)
-    assert "datasets=<folder>" in str(error.value)
 
 
 def test_unknown_tasks_are_refused(trained):

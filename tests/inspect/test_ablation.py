@@ -57,8 +57,6 @@ def test_arrays_of_edges_are_in_the_place_of_their_weights(build):
     free = np.tri(9, dtype=bool) & (np.arange(9) > 0)[:, None]
     rank = arrays["attention_residuals_ablation_edges_change_rank_correlation"]
     assert rank == pytest.approx(correlation(np.abs(weight[free]), change[free]))
-    rows = arrays["attention_residuals_ablation_edges_rows"].tolist()
-    assert rows[:3] + rows[-1:] == ["layer 0 attention", "layer 0 MLP", "layer 1 attention", "final read"]
     reads, baseline = record(model, BATCHES)
     edge = next(e for e in reads.all_edges() if e.reader.name == "mlp_2" and reads.source(e) == 3)
     total = sum(losses(model, batch, Intervention(reads, [[edge]], "zero"))[0] for batch in BATCHES)
@@ -83,9 +81,7 @@ def test_a_source_is_removed_from_all_readers(build):
     assert abs(found) > 1e-4
     with pytest.raises(UserError, match=r"^ablate=tokens: the weights of this model do not depend on tokens"):
         changes(model, "tokens")
-    both = build("model=mhc", "model/attention=depth_attention")
-    assert changes(both, "sources")["mhc_ablation_sources_change"].shape == (1,)
-    arrays = changes(both, "tokens")
+    arrays = changes(build("model=mhc", "model/attention=depth_attention"), "tokens")
     assert arrays["mhc_ablation_tokens_permuted"].shape == (8, 1)
     assert arrays["depth_attention_ablation_tokens_mean"].shape == (3, 4)
 

@@ -58,24 +58,6 @@ def test_attention_residuals_with_scalars(build, arrays):
     same(found["attention_residuals_weights_final"], expected[-1])
 
 
-def test_attention_residuals_with_queries_for_q_k_and_v_of_some_layers(build, arrays):
-    settings = ["model.connection.block_size=4", "model.connection.separate_qkv=[0, 2]"]
-    model = build("model=attention_residuals", *settings, "model.connection.values=normed")
-    model.embedding.weight.fill_(0.1)
-    # every entry of the embedding is its root mean square
-    model.connections[4].query[1] = np.log(3) / 16
-    model.connections[4].key_norm.fill_(1.0)
-    found = arrays(model)
-    separate = found["attention_residuals_weights_qkv"]
-    same(separate[0, :, 0], 1.0)
-    assert np.isnan(separate[[1, 3]]).all()
-    same(separate[2, [0, 2], :2], 0.5)
-    assert separate[2, 1, 0] > 0.5
-    attention = found["attention_residuals_weights_attention"]
-    assert np.isnan(attention[[0, 2]]).all()
-    same(attention[1, :2], 0.5)
-
-
 @pytest.mark.parametrize("version", [1, 2, 3])
 def test_learned_biases_of_grn(build, arrays, version):
     model = build(f"model=grn_v{version}")

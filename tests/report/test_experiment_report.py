@@ -90,23 +90,6 @@ def test_several_seeds_are_reported_with_their_count_and_deviation():
     assert "Error bars: 95% intervals over seeds, of differences paired by seed." in text
 
 
-def test_a_column_at_a_share_of_the_run():
-    columns = {
-        "end": {"title": "at the end", "metric": "validation_loss"},
-        "half": {"title": "at half", "metric": "validation_loss", "at": 0.5},
-        "later": {"title": "later", "metric": "validation_loss", "at": 0.6},
-    }
-    paper = {"end": 2.5, "half": 2.7, "later": 2.6}
-    of = experiment(points=[{"label": "A", "model": "vanilla", "paper": paper}], columns=columns)
-    (directory,) = directories(of)
-    write_run(directory, 3.0)
-    loss = json.loads(Path(directory, "metrics.jsonl").read_text().splitlines()[19])["validation/set/loss"]
-    text = reported(of)
-    assert row(text, "A")[3:6] == [f"{loss:.3f}", "2.700", f"+{loss - 2.7:.3f}"]
-    assert row(text, "A")[6] == DASH
-    assert "later (`validation_loss` after 60% of the steps)" in text
-
-
 def test_the_average_perplexity_is_over_the_validation_sets_of_the_other_columns():
     names = ("validation/a/", "validation/b/", "validation_", "validation/average_")
     metrics = [f"{name}perplexity" for name in names]

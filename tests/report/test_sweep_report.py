@@ -70,13 +70,6 @@ def test_the_best_row_is_bold_by_the_interval_of_its_own_line():
     assert dca() == ("-0.3950 [-0.4585, -0.3315]", True)
 
 
-def test_a_run_that_was_extended_has_its_new_length():
-    overrides = ["training.max_steps=40,80"]
-    for point, length in zip(sweep_points(overrides), ({"max_steps": 60}, {"max_tokens": 1_000_000}), strict=True):
-        write_run(point.directory, config={"training": {"max_steps": None, "max_tokens": None} | length})
-    assert {*lines(results_table(read_sweep(overrides)))} == {"max_steps 60", "max_tokens 1M"}
-
-
 def test_a_row_is_compared_only_where_the_baseline_has_its_settings():
     overrides = ["model=vanilla,mhc", "optimizer.lr=1e-3,2e-3"]
     for point in sweep_points(overrides):

@@ -3,15 +3,12 @@
 import fcntl
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from depthlm.errors import UserError
-from depthlm.runs.listing import list_runs, parse_comparison
+from depthlm.runs.listing import list_runs
 
 from .made_up import root, write_run
 
@@ -147,14 +144,3 @@ def test_runs_are_sorted_by_a_value_and_those_without_it_are_last(root):
     assert [run.model for run in list_runs(root, sort="model")] == ["mhc", "mhc", "vanilla", "vanilla"]
     with pytest.raises(UserError, match="did you mean `tokens`"):
         list_runs(root, sort="token")
-
-
-KEYS = st.from_regex(r"[a-z_]{1,8}(\.[a-z_]{1,8}){0,2}", fullmatch=True).filter(lambda key: key != "age")
-SIGNS = ["=", "!=", "<", "<=", ">", ">="]
-
-
-@given(st.text() | st.builds("{}{}{}".format, KEYS | st.just("age"), st.sampled_from(SIGNS), st.text()))
-def test_any_text_is_a_comparison_a_word_or_the_users_mistake(text):
-    with suppress(UserError):
-        comparison = parse_comparison(text)
-        assert comparison is None or isinstance(comparison.matches({comparison.key: 1.0}), bool)

@@ -137,10 +137,3 @@ def test_a_single_rank_reduces_nothing(small_run):
     start_distributed(ranks())
     assert unequal_with_unused(small_run(*SMALL)) == []
     assert {*events(small_run(*SMALL))} == {"first weight", "end"}
-
-
-def test_buckets_hold_the_last_parameters_first_of_one_dtype_and_odd_sizes_at_their_ends():
-    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((4,), (100,), (2, 2), (4,), (1,))]
-    parameters[0].data = parameters[0].data.bfloat16()
-    found = [[parameter.numel() for parameter in bucket] for bucket in buckets_of(parameters, 8)]
-    assert found == [[4, 1], [4], [100], [4]]

@@ -36,9 +36,7 @@ QUESTIONS: dict[str, list[Any]] = {
     "lm1b, no such folder": ["billion-word-benchmark/lm1b", "en", "refs/convert/parquet", ["train"]],
     "lm1b script": ["billion-word-benchmark/lm1b", None, None, ["train"]],
     "mixed": ["some/mixed", None, None, ["train", "validation"]],
-    "twice": ["some/twice", None, None, ["train"]],
     "null": ["some/null", None, None, ["train"]],
-    "no yaml": ["some/no-yaml", None, None, ["train"]],
     "gated": ["some/gated", None, None, ["train"]],
     "nowhere": ["some/nowhere", None, None, ["train"]],
 }
@@ -111,18 +109,10 @@ REPOSITORIES: dict[str, dict[str, bytes]] = {
         "val/d.parquet": parquet("d"),
         ".hidden/train/e.jsonl": lines("e"),
     },
-    "datasets/some/twice": {
-        "README.md": b"---\nconfigs:\n- config_name: only\n  data_dir: d\n  data_files: ['a*.jsonl', '*.jsonl']\n---\n",
-        "d/a.jsonl": lines("a"),
-        "d/b.jsonl": lines("b"),
-        "c.jsonl": lines("c"),
-    },
     "datasets/some/gated": {"README.md": b"---\nextra_gated_prompt: agree\n---\n", "train.jsonl": lines("secret")},
     "datasets/some/null": {"train.jsonl": lines("a")},
-    "datasets/some/no-yaml": {"README.md": b"---\n: [\n---\n", "train.jsonl": lines("a")},
     "datasets/some/large": {
         "noise.jsonl.gz": gzip.compress(random.Random(0).randbytes(200_000)),
-        "frames.jsonl.zst": zst("first") + zst("second"),
         "rows.parquet": parquet(*(f"row {i} {random.Random(i).randbytes(50).hex()}" for i in range(3000))),
     },
     "EleutherAI/gpt-neox-20b": {"tokenizer.json": TOKENIZER.encode(), "config.json": b'{"eos_token_id": 0}'},

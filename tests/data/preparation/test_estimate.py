@@ -9,17 +9,6 @@ from depthlm.data.preparation.estimate import BYTES_PER_CORE_SECOND, estimate
 from depthlm.data.settings import Data, Source
 
 
-def test_the_estimate_of_local_text_follows_its_bytes(local, text_folder):
-    size = sum(file.stat().st_size for file in text_folder.rglob("*.txt"))
-    data = local(tokenizer="bytes")
-    full = estimate("local", data, data)
-    assert full is not None
-    assert (full.tokens, full.disk_bytes, full.text_bytes, full.download_bytes) == (size, 2 * size, size, 0)
-    half = estimate("local", data, local(tokenizer="bytes", max_tokens=size // 2))
-    assert half is not None
-    assert half.seconds == pytest.approx(full.seconds / 2, rel=0.01)
-
-
 @pytest.mark.parametrize(
     ("overrides", "disk", "download"),
     [

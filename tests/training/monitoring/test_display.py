@@ -43,11 +43,3 @@ def test_a_bar_shows_the_most_important_numbers_that_are_known_and_fit():
     assert drawn(34).split("  ") == ["step 6/100", "smoothed loss 3.0000"]
     for width in range(1, 160, 9):
         assert len(drawn(width)) < width
-
-
-def test_a_loss_that_is_not_finite_does_not_spoil_the_mean():
-    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
-    with Bar(0, 3, 0, 512, on=console) as bar:
-        for step, loss in enumerate((2.0, None, 2.0), 1):
-            bar.step(step, 512 * step, loss, 0.1)
-    assert "loss 2.0000" in console.file.getvalue()
