@@ -116,34 +116,35 @@ def token_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tokens") / "bytes"
 
 
+def short_run(corpus_folder: Path, token_folder: Path, output_dir: Path, *more: str) -> list[str]:
+    """Return the overrides of a short run on the small corpus. Later overrides win."""
+    settings = {
+        "size": "micro",
+        "data": "local",
+        "data.source": str(corpus_folder),
+        "data.path": str(token_folder),
+        "data.tokenizer": "bytes",
+        "data.validation_fraction": "0.1",
+        "tracker": "none",
+        "precision": "fp32",
+        "training.sequence_length": "32",
+        "training.batch_size": "4",
+        "training.max_steps": "20",
+        "training.log_every": "1",
+        "training.validate_every": "null",
+        "training.validation_tokens": "256",
+        "training.checkpoint_every": "10",
+        "training.num_threads": "1",
+        "training.sample": "null",
+        "output_dir": str(output_dir),
+    }
+    for override in more:
+        key, _, value = override.partition("=")
+        settings[key] = value
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
 @pytest.fixture
 def small_run(corpus_folder: Path, token_folder: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """Build the overrides of a short run on the small corpus, in the test's own directory. Later overrides win."""
-
-    def overrides(*more: str, name: str = "run") -> list[str]:
-        settings = {
-            "size": "micro",
-            "data": "local",
-            "data.source": str(corpus_folder),
-            "data.path": str(token_folder),
-            "data.tokenizer": "bytes",
-            "data.validation_fraction": "0.1",
-            "tracker": "none",
-            "precision": "fp32",
-            "training.sequence_length": "32",
-            "training.batch_size": "4",
-            "training.max_steps": "20",
-            "training.log_every": "1",
-            "training.validate_every": "null",
-            "training.validation_tokens": "256",
-            "training.checkpoint_every": "10",
-            "training.num_threads": "1",
-            "training.sample": "null",
-            "output_dir": str(tmp_path / name),
-        }
-        for override in more:
-            key, _, value = override.partition("=")
-            settings[key] = value
-        return [f"{key}={value}" for key, value in settings.items()]
-
-    return overrides
+    """Build the overrides of a short run in the test's own directory."""
+    return lambda *more, name="run": short_run(corpus_folder, token_folder, tmp_path / name, *more)

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.study import depth
 from benchmarks.study.archive import RESULTS
-from benchmarks.study.depth import Study, between_mechanisms, slope
+from benchmarks.study.depth import Study, slope
 
 LAYERS, SEEDS = (6, 12, 24, 48), ("1", "2", "3")
 EVERY = [*depth.STATIC, *depth.LEARNED]
@@ -61,15 +61,3 @@ def test_the_answers_find_a_gain_of_learned_reads_and_none_without_it():
     assert [cell.bold for cell in shape] == [False, True, False, True, True, False, True]
     assert [cell.bold for cell in means] == [False, True, False, True, False, False, False]
     assert not any(cell.bold for row in depth.answers(made_up()).rows for cell in row)
-
-
-def test_the_interval_of_two_groups_over_mechanisms_is_welchs():
-    slopes = [[0.1, 0.2, 0.4], [0.5, 0.9, 0.8, 1.0]]
-    found = between_mechanisms(*([depth.Difference(x, x, x, 12, False) for x in group] for group in slopes))
-    means, errors = [np.mean(g) for g in slopes], [np.var(g, ddof=1) / len(g) for g in slopes]
-    freedom = sum(errors) ** 2 / sum(e**2 / (len(g) - 1) for e, g in zip(errors, slopes, strict=True))
-    from scipy.stats import t
-
-    half = t.ppf(0.975, freedom) * math.sqrt(sum(errors))
-    assert found is not None
-    assert (found.mean, found.high) == pytest.approx((means[0] - means[1], means[0] - means[1] + half))

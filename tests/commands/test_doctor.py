@@ -4,7 +4,7 @@ import json
 from collections import namedtuple
 
 from depthlm.commands import doctor as command
-from depthlm.commands.doctor import OK, PROBLEM, WARNING, Item, doctor, examine
+from depthlm.commands.doctor import OK, PROBLEM, Item, doctor, examine
 from depthlm.machine import environment
 from depthlm.machine.environment import Gpu
 
@@ -73,8 +73,3 @@ def test_packages_in_a_disallowed_version_are_a_problem(monkeypatch):
     )
     assert "pip install" in packages.remedy
     assert "not evaluation: pip install -e '.[evaluation]'" in command.extras().value
-
-
-def test_little_free_space_is_a_warning(monkeypatch, tmp_path):
-    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(2**40, 2**40, 64 * 2**20))
-    assert command.disk(tmp_path / "a/b").state == WARNING

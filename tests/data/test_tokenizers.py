@@ -46,12 +46,9 @@ def test_any_text_round_trips_and_never_encodes_to_a_special_token(kind, text):
     assert all(0 <= token < tokenizer.vocab_size for token in ids)
 
 
-@given(ANY_TEXT)
-def test_byte_b_is_token_b(text):
+def test_byte_b_is_token_b_also_where_no_text_has_that_byte():
     tokenizer = built_in("bytes")
-    assert bytes(tokenizer.encode_batch([text])[0]) == text.encode()
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (258, 256)
-    # bytes that are never in UTF-8 have tokens too
     assert tokenizer.decode([0xC3, 0xA9, 256, 0xFF, 257]) == "é<|endoftext|>\ufffd<|padding|>"
 
 

@@ -70,19 +70,6 @@ def test_a_cache_is_filled_in_parts_cropped_and_reordered(wrap, overrides, cache
     assert cache.get_seq_length() == 12
 
 
-def test_beam_search_reorders_document_ends(wrap):
-    causal, decoder = wrap("data.document_mask=true")
-    # few tokens are likely, and one of them ends a document
-    with torch.no_grad():
-        decoder.head.weight[:4] *= 8
-    decoder.end_of_text = 0
-    beams = {"num_beams": 4, "num_return_sequences": 4, "do_sample": False}
-    settings = {"max_new_tokens": 16, "pad_token_id": 257, **beams}
-    written = causal.generate(tokens(2, 6), **settings)
-    assert torch.equal(written, causal.generate(tokens(2, 6), use_cache=False, **settings))
-    assert len({tuple((row == 0).tolist()) for row in written}) > 2
-
-
 def test_loss_gradients_and_bf16_generation(wrap):
     causal, decoder = wrap("model=mhc", "backbone.tie_embeddings=true")
     labels = tokens(2, 9)

@@ -13,6 +13,7 @@ from depthlm.inspect import collect
 from depthlm.model import Backbone, Decoder, Size, initialize
 from depthlm.training import train
 
+from ..conftest import short_run
 from ..model.literal.classes import CLASSES
 from ..model.literal.decoder import Mechanism
 from ..options import configuration
@@ -81,12 +82,9 @@ def arrays() -> Callable[..., Arrays]:
 def trained(tmp_path_factory: pytest.TempPathFactory, corpus_folder: Path, token_folder: Path) -> Path:
     """The directory of a run that combines two mechanisms."""
     folder = tmp_path_factory.mktemp("runs") / "pair"
-    settings = [
-        "model/connection=attention_residuals", "model/attention=moda", "size=micro", "data=local",
-        f"data.source={corpus_folder}", f"data.path={token_folder}", "data.tokenizer=bytes", "tracker=none",
-        "data.validation_fraction=0.1", "precision=fp32", "training.sequence_length=32", "training.batch_size=4",
-        "training.max_steps=2", "training.log_blocks_every=2", "training.num_threads=1", "training.sample=null",
-        f"output_dir={folder}",
-    ]  # fmt: skip
+    mechanisms = "model/connection=attention_residuals", "model/attention=moda"
+    settings = short_run(
+        corpus_folder, token_folder, folder, *mechanisms, "training.max_steps=2", "training.log_blocks_every=2"
+    )
     assert train(depthlm.compose(settings)) == 0
     return folder

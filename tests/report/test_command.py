@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 from depthlm.__main__ import main
-from depthlm.report.command import show_results
 from depthlm.sweeps import sweep_points
 
 from .made_up import row, write_run
@@ -109,12 +108,3 @@ def test_a_sweep_without_an_experiment_has_a_report(monkeypatch, capsys):
     assert (folder / "report.md").read_text() == text
     assert row(text, "mhc, lr 1e-3, seed 2")[-1] == folders["mhc, lr 1e-3", "2"]
     assert "| size               | tiny" in text
-
-
-@pytest.mark.usefixtures("real_directories")
-def test_the_results_of_a_sweep_are_printed_with_the_command_that_prints_them_again(capsys):
-    write_run("outputs/default/mhc-tiny-seed1", 3.0)
-    show_results(["model=vanilla,mhc"])
-    shown = capsys.readouterr().out
-    assert ["mhc", "1", "3.0000"] in [line.split()[:3] for line in shown.splitlines()]
-    assert shown.endswith("depthlm report model=vanilla,mhc\n")

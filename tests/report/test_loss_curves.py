@@ -47,7 +47,6 @@ BOTH = {"model": ["vanilla", "dca"]}
     ("points", "titles", "names"),
     [
         ([BOTH | {"size.num_layers": [2, 4]}], ["num layers 2", "num layers 4"], ["vanilla", "dca"]),
-        ([BOTH | {"size": ["micro", "tiny"]}], ["micro", "tiny"], ["vanilla", "dca"]),
         # the names of the tasks in the experiment
         (
             [BOTH | {"task": "shallow", "size.num_layers": 2}, BOTH | {"task": "deep", "size.num_layers": 4}],

@@ -69,15 +69,6 @@ def test_runs_of_few_updates_are_called_a_trial(monkeypatch):
     assert "**2.2000" not in text
 
 
-def test_a_run_without_a_readable_configuration_is_compared_with_none():
-    write_run("outputs/mhc", 3.0, config={"model": {"name": "mhc"}})
-    write_run("outputs/dca", 2.9, config={"model": {"name": "dca"}})
-    (write_run("outputs/broken", 4.0) / "config.yaml").write_text("a: [")
-    text = report(["outputs"]).read_text()
-    assert "No readable config.yaml, so not in the table: outputs/broken." in text
-    assert "4.0000" not in text
-
-
 def test_another_row_may_be_the_baseline(capsys):
     for rate, loss in ((0.1, 3.0), (0.001, 2.5)):
         write_run(f"outputs/{rate}", loss, config={"optimizer": {"lr": rate}})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import linregress
 
 from depthlm.report.rows import student_t
-from depthlm.report.scaling_laws import Needed, curves, fit_power_law, needed_text, ratio_interval, savings
+from depthlm.report.scaling_laws import curves, fit_power_law, ratio_interval, savings
 
 from .made_up import directories, experiment, is_png, reported, row, sweep, write_run
 
@@ -186,12 +186,3 @@ def test_the_interval_of_a_ratio_covers_it_as_often_as_it_says():
     assert 0.94 < covered / 4000 < 0.96
     # a denominator that may be zero
     assert ratio_interval(-0.02, 0.001, -0.08, 0.09) is None
-
-
-def test_a_factor_is_clear_if_its_interval_excludes_one():
-    assert Needed(0.8, (0.7, 0.9), False).is_clear
-    assert not Needed(1.2, (0.9, 1.6), False).is_clear
-    # it is printed as [0.84, 1.00]
-    assert not Needed(0.91, (0.84, 0.997), False).is_clear
-    assert Needed(1.2, None, False).is_clear
-    assert needed_text(Needed(3.0, (1.5, 3e9), False)) == "3.00 [1.50, over 10]"

@@ -67,21 +67,15 @@ def test_ranks_and_their_memory_are_those_of_the_gpus_or_of_the_node():
 
 def test_all_mistakes_of_the_command_line_are_reported_with_their_keys():
     with pytest.raises(UserError) as error:
-        read_cluster(["node=2", "nodes=0", "cpus_per_task=many", "time=null", "oops"])
-    text = str(error.value)
-    assert text.startswith("5 mistakes:")
-    assert "slurm.node=2: no such key" in text
-    assert "did you mean `nodes`?" in text
-    assert "slurm.nodes=0: must be an integer, at least 1" in text
-    assert "slurm.cpus_per_task=many: must be an integer, at least 1" in text
-    assert "slurm.time=null: must be text" in text
-    assert "slurm.oops: not key=value" in text
+        read_cluster(["node=2", "nodes=0", "time=null", "oops"])
+    for words in ("4 mistakes:", "slurm.node=2: no such key", "did you mean `nodes`?", "slurm.time=null: must be text",
+                  "slurm.nodes=0: must be an integer, at least 1", "slurm.oops: not key=value"):  # fmt: skip
+        assert words in str(error.value)
 
 
 def test_an_invalid_file_is_reported():
     for content, message in (
         (b"node: 2\n", "did you mean `nodes`?"),
-        (b"nodes: two\n", "nodes=two: must be an integer, at least 1"),
         (b"\xff\xfe\x00\x01", "not a YAML file"),
         (b"nodes=2\n", "must have a line `key: value`"),
         (b"extra: [{exclude: n3}]\n", "extra: must be one value, or a list of values"),

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from depthlm.commands.train import check_command_line, read_command_line
 from depthlm.config import ConfigError, compose
 from depthlm.config.names import by_name
 from depthlm.runs.records import COMPLETE, DIVERGED, FAILED, WAITING, RunRecord
@@ -246,17 +245,6 @@ def test_an_experiment_chooses_by_its_first_column(folder):
     # without a run that has the column, the validation loss stands in
     points = sweep_points(["experiment=mine/it"], folder, recorded(parabola(2e-3)))
     assert {lr for _, lr, _ in reported(points)} == {2e-3}
-
-
-def test_every_point_of_a_choice_is_a_command_of_its_own(folder):
-    points = sweep_points(["experiment=mine/it", "model=mhc"], folder, recorded(parabola(1e-2)))
-    assert 8e-3 in tried(points)
-    wider = next(point for point in points if point.selects and float(point.settings[LR]) == 8e-3)
-    for point in (wider, points[-1]):
-        line = read_command_line([*point.overrides, "--config-dir", str(folder)])
-        config = check_command_line(line)
-        assert config is not None
-        assert (config.seed, config.optimizer.lr) == (int(point.seed or 0), float(point.settings[LR]))
 
 
 def test_mistakes_are_reported():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from depthlm.data import DataError, Manifest, prepare, token_folders
+from depthlm.data import DataError, Manifest, prepare
 from depthlm.data.corpora.documents import Reader
 from depthlm.data.corpora.formats import TextFile
 from depthlm.data.preparation.parts import Part
@@ -160,18 +160,3 @@ def test_a_hub_corpus_resumes_at_the_commit_it_started_with(local, text_folder, 
     folder = prepare(data)["own"]
     assert asked == [None, "commit-1"]
     assert Manifest.read(folder).source["revision"] == "commit-1"
-
-
-def test_after_a_bad_line_preparing_resumes_from_the_last_complete_file(local, monkeypatch, capsys):
-    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 100)
-    lines = [json.dumps({"text": f"document {n} " * 9}) for n in range(200)]
-    lines[150] = lines[150][:-5]
-    Path("a.jsonl").write_text("\n".join(lines))
-    data = local(source="a.jsonl", tokenizer="bytes", shard_tokens=1000)
-    with pytest.raises(DataError, match=r"line 151 is not JSON.*a\.jsonl"):
-        prepare(data)
-    prepare(dataclasses.replace(data, on_bad_document="skip"))
-    assert "resuming /" in capsys.readouterr().err
-    manifest = Manifest.read(token_folders(data)["local"])
-    assert manifest.train.documents + manifest.validation["local"].documents == 199
-    assert manifest.left_out == {"json": 1}

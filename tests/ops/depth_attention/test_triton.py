@@ -1,7 +1,5 @@
 """The outputs and all gradients of the Triton kernels of depth_value_mix equal those of the definition."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -99,16 +97,3 @@ def test_operators_pass_opcheck():
     torch.library.opcheck(triton_ops.forward, (q, entries[:2], entries[2:]))
     mix, lse = triton_ops.forward(q, entries[:2], entries[2:])
     torch.library.opcheck(triton_ops.backward, (torch.ones_like(mix), q, mix, lse, entries[:2], entries[2:]))
-
-
-def test_unsupported_arguments_are_refused():
-    q, key, value = tensors(1, 2, 2, 3, 4)
-    refused: list[tuple[Any, str]] = [
-        ((q, [key] * 65, [value] * 65), "65 sources, self included, are more than 64"),
-        ((q, [key], [value.double()]), "torch.float64 is not fp32, fp16 or bf16"),
-        ((q, [key, key], [value]), "2 keys and 1 values"),
-        ((q, [key.to("meta")], [value]), "is on meta, must be on"),
-    ]
-    for arguments, message in refused:
-        with using("triton"), pytest.raises(ValueError, match=message):
-            depth_value_mix(*arguments)
