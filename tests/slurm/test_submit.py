@@ -220,7 +220,7 @@ def test_the_status_says_why_a_job_waits_and_where_a_job_that_ended_has_its_log(
     snapshot.mkdir(parents=True)
     points = sweep_points(four_points[2:], four_points[1])
     record_array(snapshot, "12", [point.directory for point in points])
-    lines = ("12 0 PENDING PartitionConfig", "12 1 PENDING Priority", "12 2 RUNNING None")
+    lines = ("12 0 PENDING PartitionConfig", "12 1 PENDING Priority", "12 2 RUNNING None", "12 3 TIMEOUT None")
     fake(bin_folder, "squeue", "".join(f"echo '{line}'\n" for line in lines))
     printed = submit("--status", *four_points)
     lines = [re.split(r"  +", line.strip()) for line in printed.splitlines()]
