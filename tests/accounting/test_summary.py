@@ -105,7 +105,6 @@ def test_a_decoder_that_cannot_be_traced_is_a_user_error(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--gpus", "0"], "must be at least 1"),
         (["--io", "two_phase"], "options of --overhead"),
         (["--overhead", "--chunk", "0"], "must be at least 1"),
         (["--overhead", "--pipeline", "P=2", "V=2"], "not allowed with"),

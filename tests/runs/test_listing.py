@@ -116,11 +116,9 @@ def test_a_filter_that_cannot_be_right_is_an_error(root):
     with (root / "default/base/config.yaml").open("a") as file:
         file.write("optimizer: {lr: 0.001}\n")
     for text, message in {
-        "optimzer.lr=1": "did you mean `optimizer.lr`?",
         "lr>1": "did you mean `optimizer.lr`?",
         "validaton_loss<3": "did you mean `validation_loss`?",
         "age<2": "s, m, h or d",
-        "age<-2d": "s, m, h or d",
         "loss<low": "needs a number",
         "": "an empty filter",
         "state!=": "nothing to compare state with",

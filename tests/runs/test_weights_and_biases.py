@@ -187,12 +187,14 @@ def test_the_file_of_a_run_has_its_group_tags_configuration_rows_alerts_and_weig
     assert totals["validation_loss"] == "0.5"
 
 
-@pytest.mark.parametrize("trains", [True, False])
-def test_a_run_that_is_resumed_or_evaluated_offline_has_one_folder_with_all_rows(tmp_path, trains):
+@pytest.mark.parametrize(("synced", "trains"), [(False, True), (True, True), (False, False)])
+def test_a_run_that_is_resumed_or_evaluated_offline_has_one_folder_with_all_rows(tmp_path, synced, trains):
     tracker, paths = Tracker(wandb=True, mode="offline"), RunDirectory(tmp_path)
     # a process that was killed has left nothing but its folder; the names of folders have the second of their start
     killed = tmp_path / "wandb/offline-run-20260101_000000-kept"
     killed.mkdir(parents=True)
+    if synced:
+        (killed / "run-kept.wandb.synced").touch()
     rows = [{"step": step, "loss": 1.0 * step} for step in (1, 2, 3)]
     paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if trains:
@@ -203,6 +205,9 @@ def test_a_run_that_is_resumed_or_evaluated_offline_has_one_folder_with_all_rows
         paths.summary.write_text('{"steps": 3}')
         start_trackers(tracker, tmp_path, SETTINGS, "kept").close({"lambada": 0.5})
     folders = list((tmp_path / "wandb").glob("offline-run-*"))
+    if synced:
+        assert killed in folders
+        return
     assert len(folders) == 1
     assert killed not in folders
     written = records(tmp_path / "wandb")

@@ -40,7 +40,6 @@ def test_a_file_changes_defaults_and_the_command_line_takes_precedence():
 
 def test_extra_options_may_contain_commas_and_brackets():
     for given, options in (
-        ("[--exclude=n3]", ["--exclude=n3"]),
         ("[--exclude=n3, --constraint=h100]", ["--exclude=n3", "--constraint=h100"]),
         ("[--exclude=n[1-3,5],--exclusive]", ["--exclude=n[1-3,5]", "--exclusive"]),
         ("--exclude=n1,n2,-v", ["--exclude=n1,n2", "-v"]),
