@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from depthlm.runs.progress import progress_of, total_hours
+from depthlm.runs.progress import progress_of
 from depthlm.runs.records import read_run
 from depthlm.sweeps import Point
 from depthlm.sweeps.table import print_points
@@ -55,4 +55,3 @@ def test_a_sweep_ends_with_its_gpu_hours(tmp_path, capsys):
         "3 points: 1 stopped, 1 failed, 1 waiting; 0.56 GPU hours so far, 8.3 to come, without 1 point whose speed is "
         "not known"
     )
-    assert total_hours([]) == ""

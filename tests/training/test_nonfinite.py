@@ -1,5 +1,6 @@
 """Non-finite losses and gradients: batches are skipped, updates rewound, or the run ends, by the policy."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 import depthlm
 from depthlm.data import Batches, open_corpus
-from depthlm.runs.manifest import Progress
+from depthlm.runs.manifest import Progress, seal
 from depthlm.runs.records import read_metrics
 from depthlm.runs.trackers import Trackers
 from depthlm.training import FAILED
@@ -70,6 +71,34 @@ def test_stop_ends_the_run_and_skip_resumes_it(small_run, tmp_path, capsys):
 
 
 REWIND = ("training.on_nonfinite=rewind", "training.checkpoint_every=5", *KEPT)
+
+
+def by_hand(directory: Path, step: int) -> None:
+    """Make the checkpoint of step 5 that of a later step, with the batches between them skipped."""
+    skipped = list(range(6, step + 1))
+    changed = {"step": step, "tokens": step * 128, "skipped": skipped, "rewound": [[5, step]]}
+    old = directory / "checkpoints/step-00000005"
+    (old / "manifest.json").write_text(json.dumps(seal(manifest(directory, 5) | changed)))
+    old.rename(old.with_name(f"step-{step:08d}"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"), [("zero0", "fp32"), pytest.param("zero3", "bf16", marks=pytest.mark.slow)]
+)
+def test_a_rewound_run_equals_one_resumed_from_the_checkpoint(train_run, small_run, tmp_path, stage, precision):
+    overrides = [*REWIND, f"deepspeed={stage}", f"precision={precision}", "training.micro_batch_size=2"]
+    assert train_spoiled(small_run(*overrides), {8: "gradient"}) == 0
+    by_hand(train_run(*overrides, "training.stop_after=5", name="hand"), 8)
+    run, hand = tmp_path / "run", train_run(*overrides, name="hand")
+    assert curve(run)[8:] == curve(hand)[5:]
+    assert_same(weights(run), weights(hand))
+    assert_same(states(run), states(hand))
+    manifests = [
+        {name: manifest(folder)[name] for name in ("skipped", "rewound", "recent_losses")} for folder in (run, hand)
+    ]
+    assert manifests[0] == manifests[1]
+    assert manifests[0]["skipped"] == [6, 7, 8]
+    assert bad_batches(run)[0]["outcome"] == "skipped with all steps since step 5"
 
 
 @pytest.mark.parametrize(
