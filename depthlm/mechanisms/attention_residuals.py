@@ -12,6 +12,8 @@ on, the newest source is the running sum of that block.
 Inkling 2 ships with a form of it, which the settings below give: h = sum_j alpha_j n_j, n_j = b_j / rms(b_j),
 alpha = softmax_j(w . n_j / sqrt(D)), with a query for each of q, k and v in some layers.
 
+Kimi K3 ships with the form above, in blocks of 24 sublayers.
+
 Our addition: with start=identity, a read is (1 - g) x + g h, with the residual stream x, which is the sum of the
 embedding and all outputs, and a parameter g of each read that is initially 0. So the decoder initially equals vanilla,
 and can start from its weights. w is then initially normal: with w = 0, h is x over the number of sources, and g would
@@ -28,12 +30,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from depthlm.fields import TINY
 from depthlm.model.connection import Connection, Cost, Inputs
 from depthlm.model.edges import per_token
 from depthlm.model.figures import Figure
 from depthlm.model.layers import Linear
 from depthlm.model.read_ahead import Partial, ReadAhead
-from depthlm.model.settings import at_least, boolean, check, format_setting, one_of
+from depthlm.model.settings import at_least, boolean, check, format_setting, number, one_of
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.attention_residuals.naive import depth_attend
 from depthlm.ops.depth_reduce import interpolated, source_scores, weighted_sum
@@ -66,6 +69,7 @@ class AttentionResiduals(Connection):
         query and key norm.
     key_norm: weighted: the scores use RMSNorm(b_j); plain: an RMSNorm without a weight; none: b_j. Runs of earlier
         versions have true for weighted and false for none.
+    norm_eps: the epsilon of the norm of the sources; None: the backbone's.
     values: raw: the sum is over b_j; normed: over b_j / rms(b_j), except in the first sublayer, which reads the
         embedding as it is and has no parameters.
     scale: whether the scores are divided by sqrt(D).
@@ -98,6 +102,7 @@ class AttentionResiduals(Connection):
         heads: int = 1,
         separate_qkv: int | Sequence[int] | None = None,
         start: str = "paper",
+        norm_eps: float | None = None,
     ):
         super().__init__(spec, size, backbone)
         check(
@@ -111,6 +116,7 @@ class AttentionResiduals(Connection):
             boolean(scale=scale),
             one_of(STARTS, start=start),
             problems_of_layers(spec.num_layers, separate_qkv),
+            [] if norm_eps is None else number(TINY, norm_eps=norm_eps),
         )
         if isinstance(key_norm, bool):
             key_norm = "weighted" if key_norm else "none"
@@ -133,10 +139,10 @@ class AttentionResiduals(Connection):
         if self.has_gate:
             self.accumulates, self.identity_start = "sum", ""
         self.mixing = mixing
-        self.norm_eps = backbone.norm_eps
+        self.norm_eps = backbone.norm_eps if norm_eps is None else norm_eps
         self.normed = values == "normed"
         # None if the operator does not normalize the keys
-        self.eps = backbone.norm_eps if key_norm != "none" and not self.normed else None
+        self.eps = self.norm_eps if key_norm != "none" and not self.normed else None
         self.factor = math.ceil(size.hidden_size / heads) ** -0.5 if scale else 1.0
         exponent = 0.5 if scale else 1.0
         self.width_exponents = {"query": exponent, "query_proj.weight": 1.0 + exponent}

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from depthlm.fields import TINY
 from depthlm.mechanisms.hyper_connections import (
     COLLAPSES,
     Carry,
@@ -60,6 +61,7 @@ class ManifoldHyperConnections(Connection):
     iterations: the number of Sinkhorn-Knopp iterations.
     residual: sinkhorn, or identity: H_res is the identity, and phi has 2n rows.
     norm: weighted, or plain: an RMSNorm without a weight.
+    norm_eps: the epsilon of that norm; None: the backbone's.
     post_scale: the factor of the sigmoid of H_post.
     pre_eps: added to H_pre.
     post_eps: added to H_post.
@@ -96,6 +98,7 @@ class ManifoldHyperConnections(Connection):
         res_eps: float = 0.0,
         start: str = "vanilla",
         read: str = "own",
+        norm_eps: float | None = None,
     ):
         super().__init__(spec, size, backbone)
         check(
@@ -106,6 +109,7 @@ class ManifoldHyperConnections(Connection):
             number(0.0, post_scale=post_scale, pre_eps=pre_eps, post_eps=post_eps, res_eps=res_eps),
             one_of(START_OF_ALPHA, start=start),
             one_of(("own", "previous"), read=read),
+            [] if norm_eps is None else number(TINY, norm_eps=norm_eps),
         )
         if collapse == "last" and read == "own":
             raise ValueError("collapse=last: needs read=previous, with which the last H_pre is left for the final read")
@@ -123,7 +127,7 @@ class ManifoldHyperConnections(Connection):
             self.identity_biases = logit(pre), logit(post)
         self.num_streams = num_streams
         self.iterations = iterations
-        self.eps = backbone.norm_eps
+        self.eps = backbone.norm_eps if norm_eps is None else norm_eps
         self.form = Form(post_scale, pre_eps, post_eps, res_eps)
         self.reads_previous = read == "previous"
         n, d = num_streams, size.hidden_size

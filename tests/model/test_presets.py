@@ -63,6 +63,7 @@ def test_the_residual_map_of_mhc_lies_on_its_manifold(build, noise, column_bound
 UNMOVED = {
     # a single source has weight 1 for any score
     "attention_residuals": ["connections.0.query", "connections.0.key_norm"],
+    "attention_residuals_kimi_k3": ["connections.0.query", "connections.0.key_norm"],
     "attention_residuals_full": ["connections.0.query", "connections.0.key_norm"],
     # the two sources, the embedding and the running sum, are equal, so any weights give the same result
     "attention_residuals_recency": ["connections.0.query", "connections.0.key_norm", "connections.0.recency"],

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthlm.mechanisms.attention_residuals import AttentionResiduals
@@ -110,6 +111,8 @@ def transposed(n: int) -> Callable[[Tensor], Tensor]:
     ("preset", "module", "prefix"),
     [
         ("mhc_deepseek_v4", "deepseek_v4", "DeepseekV4"),
+        # its maps are those of DeepSeek-V4, with a read that is one sublayer late
+        ("mhc_deepseek_v41", "deepseek_v4", "DeepseekV4"),
         ("mhc_glm5", "glm5_next", "Glm5NextText"),
         ("mhc_hunyuan_v4", "hy_v4", "HYV4"),
     ],
@@ -117,9 +120,10 @@ def transposed(n: int) -> Callable[[Tensor], Tensor]:
 def test_manifold_hyper_connections(preset, module, prefix, make_size, make_backbone, casts_do_nothing):
     settings = option("model", preset)["connection"]
     every = connections(partial(ManifoldHyperConnections, **settings), make_size, make_backbone)
-    maps = [randomize(theirs(module, f"{prefix}HyperConnection")(CONFIG)) for _ in range(2 * LAYERS)]
+    config = SimpleNamespace(**vars(CONFIG) | {"rms_norm_eps": settings.get("norm_eps", EPS)})
+    maps = [randomize(theirs(module, f"{prefix}HyperConnection")(config)) for _ in range(2 * LAYERS)]
     gated = settings.get("collapse") == "gated"
-    head = randomize(theirs(module, f"{prefix}HyperHead")(*[CONFIG] * gated))
+    head = randomize(theirs(module, f"{prefix}HyperHead")(*[CONFIG] * ("collapse" in settings)))
     order, pairs = transposed(STREAMS), []
     for connection, peer in zip(every, maps, strict=False):
         pairs += [(connection.phi, peer.fn, order), (connection.bias, peer.base, order)]
@@ -132,12 +136,19 @@ def test_manifold_hyper_connections(preset, module, prefix, make_size, make_back
 
     def run_theirs(embedding: Tensor, weights: list[Tensor]) -> list[Tensor]:
         streams, inputs = embedding.unsqueeze(2).expand(-1, -1, STREAMS, -1).contiguous(), []
+        pre = torch.eye(STREAMS, dtype=torch.float64)[0]
         for peer, weight in zip(maps, weights, strict=True):
             post, *comb, collapsed = peer(streams)
+            if settings.get("read") == "previous":
+                m = F.linear(peer.input_norm(streams.flatten(2)), peer.fn[:STREAMS])
+                own = (peer.scale[0] * m + peer.base[:STREAMS]).sigmoid() + CONFIG.hc_eps
+                close((own.unsqueeze(-1) * streams).sum(2), collapsed)
+                collapsed, pre = (pre.unsqueeze(-1) * streams).sum(2), own
             inputs.append(collapsed)
             residual = torch.matmul(comb[0].transpose(-1, -2), streams) if comb else streams
             streams = post.unsqueeze(-1) * (weight * collapsed).tanh().unsqueeze(-2) + residual
-        return [*inputs, head(streams)]
+        late = settings.get("collapse") == "last"
+        return [*inputs, (pre.unsqueeze(-1) * streams).sum(2) if late else head(streams)]
 
     assert_same(partial(run_ours, every), run_theirs, pairs)
 

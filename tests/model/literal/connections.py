@@ -57,6 +57,7 @@ def attention_residuals(
     heads: int = 1,
     separate_qkv: int | list[int] | None = None,
     start: str = "paper",
+    norm_eps: float | None = None,
 ) -> list[Tensor]:
     """h = sum_j alpha_j b_j, alpha = softmax_j(w . RMSNorm(b_j)), arXiv 2603.15031.
 
@@ -75,7 +76,7 @@ def attention_residuals(
     own = f"connections.{s}"
     if mixing == "scalars":
         return gated(m, s, x_0, f, start, [weighted_sum(softmax(list(m.p[f"{own}.scores"])), b)])
-    normed = [rms_normed(m, b_j) for b_j in b]
+    normed = [rms_normed(m, b_j, norm_eps) for b_j in b]
     inputs = []
     for read in range(reads):
         w = m.p[f"{own}.query"] if query == "static" else m.p[f"{own}.query_proj.weight"] @ b[-1]

@@ -40,8 +40,8 @@ def linear(m: Model, name: str, x: Tensor) -> Tensor:
     return y + m.p[f"{name}.bias"] if f"{name}.bias" in m.p else y
 
 
-def rms_normed(m: Model, x: Tensor) -> Tensor:
-    return x / torch.sqrt((x * x).mean() + m.backbone.norm_eps)
+def rms_normed(m: Model, x: Tensor, eps: float | None = None) -> Tensor:
+    return x / torch.sqrt((x * x).mean() + (m.backbone.norm_eps if eps is None else eps))
 
 
 def norm(m: Model, name: str, x: Tensor) -> Tensor:

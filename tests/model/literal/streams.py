@@ -84,6 +84,7 @@ def mhc(
     res_eps: float = 0.0,
     start: str = "vanilla",
     read: str = "own",
+    norm_eps: float | None = None,
 ) -> list[Tensor]:
     """arXiv 2512.24880: hyper-connections whose H_res is doubly stochastic and whose H_pre, H_post are positive.
 
@@ -94,7 +95,7 @@ def mhc(
 
     def coefficients(i: int, x: list[Tensor]) -> Coefficients:
         own = f"connections.{i}"
-        x = rms_normed(m, torch.cat(x))
+        x = rms_normed(m, torch.cat(x), norm_eps)
         if i == 2 * m.depth:
             own = f"{own}.collapse"
         elif norm == "weighted":
