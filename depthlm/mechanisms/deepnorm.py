@@ -2,7 +2,8 @@
 
     DeepNorm (arXiv 2203.00555): alpha = (2 L)^(1/4);  the values, the output and the MLP of a layer are initialized
     with a gain of (8 L)^(-1/4)
-    KEEL (arXiv 2601.19895): alpha = 2 L, the number of sublayers, and f has the norm of its input as well
+    KEEL (arXiv 2601.19895): alpha = 2 L, the number of sublayers, and f has the norm of its input as well. The first
+    attention and the first MLP are those of a pre-norm decoder: h <- h + f(h)
 
 The norm belongs to the sublayer that reads the sum; the final norm of the decoder is that of the last sum.
 
@@ -33,11 +34,12 @@ class DeepNorm(Connection):
         super().__init__(spec, size, backbone)
         check(one_of(("deepnorm", "keel"), form=form))
         depth = 2 * spec.num_layers
-        self.alpha = float(depth) if form == "keel" else depth**0.25
+        is_plain = form == "keel" and spec.sublayer < 2
+        self.alpha = 1.0 if is_plain else float(depth) if form == "keel" else depth**0.25
         self.output_gain = 1.0 if form == "keel" else (4 * depth) ** -0.25
-        if 0 < spec.sublayer < 2 * spec.num_layers:
+        if (2 if form == "keel" else 0) < spec.sublayer < depth:
             self.norm = Norm(size.hidden_size, backbone)
-        if spec.kind != "final":
+        if spec.kind != "final" and not is_plain:
             self.cost = Cost(flops=1.0 * size.hidden_size)
 
     def read(self, state: Hidden, weights: Tensor | None = None) -> tuple[Inputs, Tensor]:

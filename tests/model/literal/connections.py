@@ -270,6 +270,9 @@ def deepnorm(m: Model, s: int, x_0: Tensor, f: list[Tensor], form: str = "deepno
     """h <- Norm(alpha h + f(h)), arXiv 2203.00555 and 2601.19895; the last norm is that before the head."""
     h, alpha = x_0, 2 * m.depth if form == "keel" else (2 * m.depth) ** 0.25
     for i in range(s):
+        if form == "keel" and i < 2:  # its first two sublayers are pre-norm
+            h = h + f[i]
+            continue
         total = alpha * h + f[i]
         h = norm(m, f"connections.{i + 1}.norm", total) if i + 1 < 2 * m.depth else total
     return [h]
