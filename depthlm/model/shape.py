@@ -13,6 +13,13 @@ class Size:
     """The dimensions of a decoder, and its published learning rate and sequence length."""
 
     name: str = key("", "name of the size, for reports")
+    paper: dict[str, str] = key(
+        {},
+        "source: the paper that has this size; backbone, data: those of its models, which the start of a run names if "
+        "it has others",
+        on_resume="free",
+        protocol=False,
+    )
     hidden_size: int = key(0, "width D of the depth stream", minimum=1)
     intermediate_size: int = key(0, "width of the MLP", minimum=1)
     num_layers: int = key(0, "layers L, each one attention and one MLP", minimum=1)

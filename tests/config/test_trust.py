@@ -24,10 +24,10 @@ __all__ = ["make_run"]
 MakeRun = Callable[..., Path]
 # what neither names a place nor is imported: names in reports, numbers, and arguments of classes of torch and depthlm
 HARMLESS = {
-    "name", "model.name", "backbone.name", "size.name", "data.name", "data.license", "optimizer.name", "budget.name",
-    "data.subset", "data.revision", "data.split", "data.validation_split", "data.suffixes", "data.text_field",
-    "data.end_of_text", "model.kept_sources", "optimizer.settings", "training.activation_checkpointing",
-    "training.sample", "parametrization.base_size", "differences", "code",
+    "name", "model.name", "backbone.name", "size.name", "size.paper", "data.name", "data.license", "optimizer.name",
+    "budget.name", "data.subset", "data.revision", "data.split", "data.validation_split", "data.suffixes",
+    "data.text_field", "data.end_of_text", "model.kept_sources", "optimizer.settings",
+    "training.activation_checkpointing", "training.sample", "parametrization.base_size", "differences", "code",
     # the user names the run directory, and a new one is beside it
     "output_dir",
 }  # fmt: skip

@@ -30,6 +30,8 @@ from depthlm.training.monitoring.display import console, number_text, show_table
 from depthlm.training.plan import Plan
 
 log = logging.getLogger("depthlm")
+# the parameters from which a model needs more text than the standard library has
+LARGE = 100_000_000
 
 
 def derive_values(
@@ -53,6 +55,7 @@ def derive_values(
         f"{f', passed {model.loops} times' if model.loops > 1 else ''}",
         **({"dropout": f"{config.backbone.dropout:g}"} if config.backbone.dropout else {}),
         **mixers(config),
+        **({"protocol": protocol} if (protocol := protocol_remark(config, counts["total"])) else {}),
         "parameters": f"{count_text(counts['total'])} ({counts['total']:,}){activated}",
         "vocabulary": f"{size.vocab_size} ({corpus.tokenizer.vocab_size} in the tokenizer)",
         "data": f"{corpus.name}: {count_text(corpus.tokens)} training tokens, "
@@ -74,6 +77,24 @@ def derive_values(
         "token files": ", ".join(map(str, corpus.folders.values())),
         "run directory": str(config.output_dir),
     }
+
+
+def protocol_remark(config: Config, parameters: int) -> str:
+    """Return the overrides of the paper that has this size if the run has others, and those of a larger corpus.
+
+    An experiment has a protocol of its own, so its runs have no such remark.
+    """
+    if config.experiment.name:
+        return ""
+    chosen = {"backbone": config.backbone.name, "data": config.data.name}
+    paper = dict(config.size.paper)
+    source = paper.pop("source", "")
+    differs = any(chosen[group] != name for group, name in paper.items())
+    groups = " ".join(f"{group}={name}" for group, name in paper.items())
+    remarks = [f"not that of {source}, which is size={config.size.name} {groups}"] if differs else []
+    if chosen["data"] == "stdlib" and parameters > LARGE and "data" not in paper:
+        remarks.append(f"data=stdlib is small for {count_text(parameters)} parameters; a larger one: data=fineweb_edu")
+    return "; ".join(remarks)
 
 
 def summary_of(
