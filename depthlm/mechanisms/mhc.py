@@ -12,13 +12,15 @@ X_btnd are n streams of width D, as in hyper_connections, which start as copies 
              `-> H_res X ----------------------------'
 
 Models ship with forms of it: DeepSeek-V4 and GLM-5 without a weight of the norm, with an epsilon in the maps, Hunyuan
-V4 with the identity as H_res, DeepSeek-V4.1 with the H_pre of the sublayer before. The settings below give each form.
+V4 with the identity as H_res, DeepSeek-V4.1 with the H_pre of the sublayer before. mHC-lite has a convex combination
+of permutation matrices as H_res. The settings below give each form.
 
 Shapes: b batch, t tokens, n streams (i new, j old), d hidden size.
 """
 
 import math
 from collections.abc import Sequence
+from itertools import permutations
 from typing import Any, ClassVar, cast
 
 import torch
@@ -44,22 +46,26 @@ from depthlm.model.connection import Connection, Cost, Inputs
 from depthlm.model.figures import Figure
 from depthlm.model.settings import at_least, check, number, one_of
 from depthlm.model.shape import Backbone, Size, SublayerSpec
+from depthlm.ops.dtypes import no_autocast
 from depthlm.ops.mhc.cpu import Form, Maps, Parameters, Pending, mhc_maps, normed_projection, read_streams
 from depthlm.ops.mhc.naive import mhc_post_pre
 
 Weights = Maps | tuple[Maps, Tensor] | Tensor | None
+# five streams would have 120 permutations
+MAX_PERMUTED = 4
 START_OF_ALPHA = {"vanilla": 0.01, "zero": 1.0, "identity": 0.0}
 
 
 class ManifoldHyperConnections(Connection):
-    """Hyper-connections whose H_res is nearly doubly stochastic, or the identity.
+    """Hyper-connections whose H_res is doubly stochastic, nearly or exactly, or the identity.
 
     With start=vanilla they are initially nearly vanilla: alpha = 0.01 leaves the maps nearly constant, the streams are
     equal, and every output is added to each of them with weight 1.
 
     num_streams: n.
     iterations: the number of Sinkhorn-Knopp iterations.
-    residual: sinkhorn, or identity: H_res is the identity, and phi has 2n rows.
+    residual: sinkhorn; permutations: H_res = sum_r softmax(m_res)_r P_r over the n! permutation matrices, with n! + 2n
+        rows of phi, and n at most 4 (mHC-lite, arXiv 2601.05732); or identity: H_res is the identity, phi has 2n rows.
     norm: weighted, or plain: an RMSNorm without a weight.
     norm_eps: the epsilon of that norm; None: the backbone's.
     post_scale: the factor of the sigmoid of H_post.
@@ -67,9 +73,9 @@ class ManifoldHyperConnections(Connection):
     post_eps: added to H_post.
     res_eps: added to H_res after the first normalization of its columns, and to all later sums.
     start: vanilla: alpha = 0.01, and the biases give H_pre = 1/n, H_post = post_scale / 2, and H_res 0.99 on its
-        diagonal; zero: alpha = 1, and the biases are zero; identity: alpha = 0, and the biases allow for post_scale,
-        pre_eps and post_eps, so that they initially equal vanilla, but for res_eps, by which each sublayer reduces
-        the streams.
+        diagonal, or 0.99 as the weight of the identity; zero: alpha = 1, and the biases are zero; identity: alpha = 0,
+        and the biases allow for post_scale, pre_eps and post_eps, so that they initially equal vanilla, but for
+        res_eps, by which each sublayer reduces the streams.
     collapse: as in HyperConnections; gated: sum_i (sigmoid(m) + pre_eps)_i X_i, with m as above, of its own parameters;
         or last, with read=previous: by the H_pre of the last sublayer.
     read: own; or previous: a sublayer reads with the H_pre of the sublayer before it, and the first one reads stream 0.
@@ -104,7 +110,7 @@ class ManifoldHyperConnections(Connection):
         check(
             at_least(1, num_streams=num_streams, iterations=iterations),
             one_of((*COLLAPSES, "gated", "last"), collapse=collapse),
-            one_of(("sinkhorn", "identity"), residual=residual),
+            one_of(("sinkhorn", "permutations", "identity"), residual=residual),
             one_of(("weighted", "plain"), norm=norm),
             number(0.0, post_scale=post_scale, pre_eps=pre_eps, post_eps=post_eps, res_eps=res_eps),
             one_of(START_OF_ALPHA, start=start),
@@ -113,8 +119,10 @@ class ManifoldHyperConnections(Connection):
         )
         if collapse == "last" and read == "own":
             raise ValueError("collapse=last: needs read=previous, with which the last H_pre is left for the final read")
-        if residual == "identity" and res_eps:
-            raise ValueError(f"res_eps={res_eps:g}: residual=identity has no normalization to which it is added")
+        if residual != "sinkhorn" and res_eps:
+            raise ValueError(f"res_eps={res_eps:g}: residual={residual} has no normalization to which it is added")
+        if residual == "permutations" and num_streams > MAX_PERMUTED:
+            raise ValueError(f"num_streams={num_streams}: residual=permutations needs at most {MAX_PERMUTED} streams")
         if start == "identity":
             self.identity_start = ""
             # what the sigmoids must give
@@ -130,6 +138,7 @@ class ManifoldHyperConnections(Connection):
         self.eps = backbone.norm_eps if norm_eps is None else norm_eps
         self.form = Form(post_scale, pre_eps, post_eps, res_eps)
         self.reads_previous = read == "previous"
+        self.permutes = residual == "permutations"
         n, d = num_streams, size.hidden_size
         if spec.kind == "final":
             self.cost = collapse_cost(n, d, collapse)
@@ -142,14 +151,14 @@ class ManifoldHyperConnections(Connection):
             self.reads_previous = collapse == "last"
             return
         self.start = start
-        self.widths = (n, n, n * n)[: 2 if residual == "identity" else 3]
+        self.widths = (n, n, math.factorial(n) if self.permutes else n * n)[: 2 if residual == "identity" else 3]
         if norm == "weighted":
             self.norm = nn.Parameter(torch.empty(n * d))
         self.phi = nn.Parameter(torch.empty(sum(self.widths), n * d))
         self.alpha = nn.Parameter(torch.empty(len(self.widths)))
         self.bias = nn.Parameter(torch.empty(sum(self.widths)))
         self.fp32_parameters = tuple(self._parameters)
-        self.cost = stream_cost(n, d, 2.0 * n * d * sum(self.widths), mixes=residual == "sinkhorn")
+        self.cost = stream_cost(n, d, 2.0 * n * d * sum(self.widths), mixes=residual != "identity")
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         if name == "phi":
@@ -165,7 +174,10 @@ class ManifoldHyperConnections(Connection):
             elif n > 1:
                 # the bias of H_post is 0; with one stream, H_pre = 1/2
                 pre.fill_(-math.log(n - 1))
-            if n > 1 and res:
+            if n > 1 and self.permutes:
+                # the first permutation is the identity
+                res[0].fill_(math.log(0.01 / (len(res[0]) - 1)))[0] = math.log(0.99)
+            elif n > 1 and res:
                 res[0].fill_(math.log(0.01 / (n - 1)))
                 res[0].view(n, n).fill_diagonal_(math.log(0.99))
 
@@ -187,7 +199,7 @@ class ManifoldHyperConnections(Connection):
             maps, next_pre = cast(tuple[Maps, Tensor], given)
             inputs, carry = read_with(maps, state)
             return inputs, carry._replace(next_pre=next_pre)
-        if self.edit is not None and weights is None:
+        if (self.permutes or self.edit is not None) and weights is None:
             weights = self.maps(state)
         if isinstance(weights, Maps):
             return read_with(weights, state)
@@ -227,7 +239,10 @@ class ManifoldHyperConnections(Connection):
     def own_maps(self, state: State) -> Maps:
         """Return the maps that follow from the streams which a sublayer reads."""
         streams = state.written()
-        return edited_maps(self, mhc_maps(streams, self.map_parameters(), self.eps, self.iterations, self.form))
+        parameters = self.map_parameters()
+        if self.permutes:
+            return edited_maps(self, permuted_maps(streams, parameters, self.widths, self.eps, self.form))
+        return edited_maps(self, mhc_maps(streams, parameters, self.eps, self.iterations, self.form))
 
     def map_parameters(self) -> Parameters:
         """Return the parameters of the maps, as the operator takes them."""
@@ -254,6 +269,25 @@ class ManifoldHyperConnections(Connection):
 def logit(p: float) -> float:
     """Return the x with sigmoid(x) = p."""
     return math.log(p / (1 - p))
+
+
+def permuted_maps(x_btnd: Tensor, parameters: Parameters, widths: Sequence[int], eps: float, form: Form) -> Maps:
+    """Return the maps of the streams with H_res = sum_r softmax(m_res)_r P_r, in the order of itertools.permutations.
+
+    The fused operator has no such H_res.
+    """
+    phi_mw, norm_w, alpha, bias_m = parameters
+    alpha_m = torch.cat([a.expand(width) for a, width in zip(alpha, widths, strict=True)])
+    weight_mw = phi_mw if norm_w is None else norm_w * phi_mw
+    m_btm = alpha_m * normed_projection(x_btnd.flatten(2), weight_mw, eps) + bias_m
+    pre_btn, post_btn, res_btr = m_btm.split(widths, dim=-1)
+    n = widths[0]
+    rows = torch.eye(n, dtype=m_btm.dtype, device=m_btm.device).unbind()
+    # made on the device, since a copy to it ends the capture of a CUDA graph
+    matrices_rij = torch.stack([row for order in permutations(rows) for row in order]).view(-1, n * n)
+    with no_autocast(x_btnd):
+        res_btij = (res_btr.softmax(-1) @ matrices_rij).unflatten(-1, (n, n))
+    return Maps(pre_btn.sigmoid() + form.pre_eps, form.post_scale * post_btn.sigmoid() + form.post_eps, res_btij)
 
 
 class GatedCollapse(nn.Module):

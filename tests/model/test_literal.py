@@ -62,6 +62,7 @@ CONNECTION_SETTINGS = [
     ("mhc", DEEPSEEK | {"collapse": "gated"}),
     ("mhc", {"residual": "identity", "norm": "plain", "pre_eps": 1e-6, "post_eps": 1e-6, "collapse": "gated"}),
     ("mhc", {"num_streams": 1, "residual": "identity", "post_scale": 1.5}),
+    ("mhc", {"num_streams": 3, "residual": "permutations"}),
     ("mhc", DEEPSEEK | {"read": "previous", "collapse": "last", "norm_eps": 1e-20}),
     ("mhc", {"num_streams": 2, "residual": "identity", "read": "previous"}),
     ("qwen4_exp", {"rank": 5}),

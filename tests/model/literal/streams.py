@@ -1,6 +1,7 @@
 """Connections over n parallel streams, for one token. The arguments are those of `connections`."""
 
 from collections.abc import Callable
+from itertools import permutations
 
 import torch
 from torch import Tensor
@@ -108,6 +109,9 @@ def mhc(
         if residual == "identity":
             return pre, post, None
         res = alpha[2] * product[2 * n :] + bias[2 * n :]
+        if residual == "permutations":
+            matrices = [torch.eye(n, dtype=res.dtype)[list(order)] for order in permutations(range(n))]
+            return pre, post, weighted_sum(softmax(list(res)), matrices)
         return pre, post, sinkhorn_knopp(res.view(n, n), iterations, res_eps)
 
     return through_streams(m, s, x_0, f, n, collapse, coefficients, read == "previous")
