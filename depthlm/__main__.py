@@ -42,7 +42,7 @@ def submit(arguments: list[str], program: str) -> None:
 
 
 def runs(arguments: list[str], program: str) -> None:
-    """List run directories (state, model, size, tokens, losses, age), compare runs, or remove them."""
+    """List run directories (state, model, size, tokens, losses, age), or compare runs."""
     from depthlm.commands.runs import main
 
     main(arguments, program)

@@ -4,8 +4,6 @@ import re
 from pathlib import Path
 
 MANIFEST = "manifest.json"
-# the names of folders that are being removed begin with it
-REMOVING = ".removing-"
 # folders whose config.yaml files do not belong to runs: code snapshots, and the files of W&B
 NO_RUNS = {".slurm", "wandb"}
 

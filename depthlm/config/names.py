@@ -14,7 +14,7 @@ from typing import Any
 from depthlm.config.keys import keys, on_resume, override_text, value_at
 from depthlm.config.schema import Config
 from depthlm.counts import SCALES, parse_count
-from depthlm.run_directory import NO_RUNS, REMOVING
+from depthlm.run_directory import NO_RUNS
 
 # characters of a run's name, beyond which a hash stands for the remaining settings; characters of that hash
 LONGEST, HASH = 60, 6
@@ -85,7 +85,7 @@ def check_name(name: str | None, output_dir: str | None = None) -> list[str]:
         return [f"{given[:LONGEST]}...: too long for a folder; allowed: {allowed}"]
     # `..` is a way to a folder
     last = parts[-1] if parts else ""
-    if last in NO_RUNS or (name is not None and last.startswith(".")) or last.startswith(REMOVING):
+    if last in NO_RUNS or (name is not None and last.startswith(".")):
         return [f"{given}: `runs` lists no folder of this name; give another one"]
     return []
 

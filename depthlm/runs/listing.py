@@ -17,7 +17,7 @@ from typing import Any
 from depthlm.config.errors import nearest
 from depthlm.counts import SCALES, parse_count
 from depthlm.errors import UserError
-from depthlm.run_directory import NO_RUNS, REMOVING, RunDirectory
+from depthlm.run_directory import NO_RUNS, RunDirectory
 from depthlm.runs.progress import RunProgress, progress_of
 from depthlm.runs.records import FAILED, STATES, RunRecord, finite, read_run, recorded_settings
 
@@ -122,7 +122,7 @@ def run_folders(root: Path) -> list[Path]:
     config, runs = RunDirectory(root).config.name, []
     # unlike rglob, it skips folders that a training process removes meanwhile
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in NO_RUNS and not name.startswith(REMOVING)]
+        folders[:] = [name for name in folders if name not in NO_RUNS]
         if config in files:
             runs.append(Path(folder))
     return sorted(runs)

@@ -123,7 +123,7 @@ def test_manifold_hyper_connections(preset, module, prefix, make_size, make_back
     config = SimpleNamespace(**vars(CONFIG) | {"rms_norm_eps": settings.get("norm_eps", EPS)})
     maps = [randomize(theirs(module, f"{prefix}HyperConnection")(config)) for _ in range(2 * LAYERS)]
     gated = settings.get("collapse") == "gated"
-    head = randomize(theirs(module, f"{prefix}HyperHead")(*[CONFIG] * ("collapse" in settings)))
+    head = randomize(theirs(module, f"{prefix}HyperHead")(*[CONFIG] * (settings.get("collapse", "mean") != "mean")))
     order, pairs = transposed(STREAMS), []
     for connection, peer in zip(every, maps, strict=False):
         pairs += [(connection.phi, peer.fn, order), (connection.bias, peer.base, order)]

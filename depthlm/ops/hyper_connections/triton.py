@@ -156,7 +156,7 @@ def hyper_connections_backward(
     grad_projected_ptr, partial_ptr = scratch
     p, mask_p = rows(positions, settings)
     # the sums over the positions of this program: the gradients of the static maps, then of the scale
-    partial_ptr += tl.program_id(0) * (n * (n + 2) + 2)
+    partial_ptr += tl.program_id(0).to(tl.int64) * (n * (n + 2) + 2)
     grad_pre = pre_gradient(grad_read_ptr, new_ptr, p, mask_p, d, settings)
 
     # the maps, and the projection: the gradient of rms(x) is parallel to x

@@ -1,7 +1,7 @@
 """The write of one mHC sublayer and the read of the next (arXiv 2512.24880), in one operator.
 
 After a separate write, the read would load X' twice, for its maps and for H_pre X'. So a write only passes on its
-arguments, and the next read performs both: it computes the maps while a part of X' is in registers or in the cache.
+arguments, and the next read performs both: it projects X' for the maps while a part of X' is in registers.
 
 This is the definition. Training runs cpu.py or triton.py beside it, and this code only with kernels=naive.
 

@@ -5,7 +5,8 @@ Forward, the first one writes and projects the new streams; the second one compu
 first one passes the gradients through the read and the maps; the second one computes those of the sources.
 
 Shapes: b batch, t tokens, p positions (batch and tokens), n streams, i new stream, j old stream, d hidden size,
-m = n (n + 2) or, if H_res is the identity, 2 n: H_pre, H_post and H_res in this order, k iterations.
+m = n (n + 2) or, if H_res is the identity, 2 n: H_pre, H_post and H_res in this order, k column of
+the projection.
 """
 
 import torch
@@ -198,7 +199,7 @@ def mhc_maps_backward(sources, parameters, kept, grads, scratch, iterations, pos
     mask = mask_p[:, None] & (stream < n)
     grad_pre = pre_gradient(grads[0], sources[0], p, mask_p, d, settings)
     scale = tl.load(kept[1] + p, mask_p, other=0.0)
-    partial_ptr += tl.program_id(0) * (m + (2 if settings.identity else 3))
+    partial_ptr += tl.program_id(0).to(tl.int64) * (m + (2 if settings.identity else 3))
     along = tl.zeros(p.shape, tl.float32)
     for part in tl.static_range(2):
         projected, gates = _load_gates(part, parameters, kept, p, mask_p, settings)

@@ -316,7 +316,7 @@ def mixed_tile(sources, i, p, mask_p, at_x, mask, y, old, d, settings):
 
 @triton.jit
 def read_streams(read_ptr, x_ptr, pre, p, mask_p, d, settings):
-    """Store H_pre X. The last columns come first, because those that were loaded last are still in the cache."""
+    """Store H_pre X. The last columns come first: in the kernel that wrote X they are still in the cache."""
     last = (d - 1) // settings.columns * settings.columns
     for back in range(0, d, settings.columns):
         at_x, at_y, mask = tile(p, mask_p, last - back, d, settings)

@@ -86,14 +86,14 @@ def protocol_remark(config: Config, parameters: int) -> str:
     """
     if config.experiment.name:
         return ""
-    chosen = {"backbone": config.backbone.name, "data": config.data.name}
+    chosen = {"size": config.size.name, "backbone": config.backbone.name, "data": config.data.name}
     paper = dict(config.size.paper)
     source = paper.pop("source", "")
     differs = any(chosen[group] != name for group, name in paper.items())
     groups = " ".join(f"{group}={name}" for group, name in paper.items())
-    remarks = [f"not that of {source}, which is size={config.size.name} {groups}"] if differs else []
+    remarks = [f"differs from {source}: {groups}"] if differs else []
     if chosen["data"] == "stdlib" and parameters > LARGE and "data" not in paper:
-        remarks.append(f"data=stdlib is small for {count_text(parameters)} parameters; a larger one: data=fineweb_edu")
+        remarks.append(f"data=stdlib is small for {count_text(parameters)} parameters; data=fineweb_edu is larger")
     return "; ".join(remarks)
 
 

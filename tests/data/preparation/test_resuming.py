@@ -1,6 +1,7 @@
 """Preparing resumes after a kill, and gives the bytes of an uninterrupted preparation."""
 
 import dataclasses
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from depthlm.data import DataError, Manifest, prepare
 from depthlm.data.corpora.documents import Reader
 from depthlm.data.corpora.formats import TextFile
 from depthlm.data.preparation.parts import Part
-from depthlm.data.preparation.progress import ProgressFile
+from depthlm.data.preparation.progress import ProgressFile, SplitWriter
 from depthlm.data.settings import Data
 
 from .preparing import content
@@ -160,3 +161,21 @@ def test_a_hub_corpus_resumes_at_the_commit_it_started_with(local, text_folder, 
     folder = prepare(data)["own"]
     assert asked == [None, "commit-1"]
     assert Manifest.read(folder).source["revision"] == "commit-1"
+
+
+def test_preparing_resumes_after_a_full_disk(local, monkeypatch):
+    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
+    data = local(shard_tokens=500, path="tokens")
+    write = SplitWriter._write
+
+    def fill(self: SplitWriter, content: Any) -> None:
+        if len(self.shards) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SplitWriter, "_write", fill)
+        with pytest.raises(DataError, match=r"cannot prepare token files .*No space left on device"):
+            prepare(data)
+    assert not Path("tokens").exists()
+    assert content(prepare(data)["local"]) == content(prepare(local(shard_tokens=500, path="whole"))["local"])

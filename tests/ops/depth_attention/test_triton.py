@@ -97,3 +97,17 @@ def test_operators_pass_opcheck():
     torch.library.opcheck(triton_ops.forward, (q, entries[:2], entries[2:]))
     mix, lse = triton_ops.forward(q, entries[:2], entries[2:])
     torch.library.opcheck(triton_ops.backward, (torch.ones_like(mix), q, mix, lse, entries[:2], entries[2:]))
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "sources", "message"),
+    [
+        (4, torch.float32, 65, "65 sources, self included, are more than 64"),
+        (300, torch.float32, 2, "head size 300 is above 256"),
+        (4, torch.float64, 2, "torch.float64 is not fp32, fp16 or bf16"),
+    ],
+)
+def test_unsupported_arguments_are_refused(size, dtype, sources, message):
+    x = torch.zeros(1, 1, 1, size, dtype=dtype)
+    with using("triton"), pytest.raises(ValueError, match=message):
+        depth_value_mix(x, [x] * sources, [x] * sources)

@@ -7,9 +7,9 @@ from depthlm.training.monitoring.describe import protocol_remark
 
 from ...options import configuration, option
 
-MODA = "not that of MoDA (arXiv 2603.15619), which is size=moda_1.5b backbone=olmo2 data=olmo2_mix"
-KIMI = "not that of Attention Residuals (arXiv 2603.15031), which is size=kimi_194m backbone=kimi_linear"
-STDLIB = "data=stdlib is small for 101M parameters; a larger one: data=fineweb_edu"
+MODA = "differs from MoDA (arXiv 2603.15619): size=moda_1.5b backbone=olmo2 data=olmo2_mix"
+KIMI = "differs from Attention Residuals (arXiv 2603.15031): size=kimi_194m backbone=kimi_linear"
+STDLIB = "data=stdlib is small for 101M parameters; data=fineweb_edu is larger"
 
 
 @pytest.mark.parametrize(
