@@ -1,10 +1,10 @@
-"""What benchmarks time: peers that compute our logits, prefills that fill the same cache."""
+"""What benchmarks time: peers that compute our logits."""
 
 import pytest
 import torch
 
 import depthlm
-from benchmarks import inference, throughput
+from benchmarks import throughput
 from depthlm.config import Config
 
 
@@ -32,13 +32,3 @@ def test_a_peer_computes_our_logits(config, peer):
     else:
         theirs = throughput.transformers_decoder(ours)(input_ids=tokens).logits
     torch.testing.assert_close(theirs, ours(tokens), rtol=1e-5, atol=1e-5)
-
-
-def test_chunks_fill_the_same_cache():
-    task = inference.Task(["size=micro"], batch=2, prompt=11, new=2)
-    model, tokens_bt = inference.build("moda", task)
-    whole, parts = (inference.filled_cache(model, tokens_bt, task._replace(chunk=chunk)) for chunk in (None, 4))
-    assert parts.length == whole.length == 11
-    for slot in range(model.size.num_layers):
-        for one, other in zip(parts._slots[slot], whole._slots[slot], strict=True):
-            torch.testing.assert_close(one, other)

@@ -147,15 +147,3 @@ def test_the_validation_loss_stands_in_for_metrics_that_no_run_has():
     text = reported(of, "smoke")
     assert "stands in for them" not in text
     assert "for PIQA (`zero_shot/piqa`). `python -m depthlm evaluate run=<run> tasks=...` measures tasks." in text
-
-
-def test_a_picture_of_inspect_is_shown_or_the_command_that_draws_it():
-    of = experiment(points=[{"model": "dca"}], pictures=["dca_b"])
-    assert "Nothing to draw yet." in reported(of)
-    (directory,) = directories(of)
-    write_run(directory)
-    assert f"inspect run={directory}` draws it." in reported(of)
-    (Path(directory) / "inspect").mkdir()
-    (Path(directory) / "inspect/dca_b.png").write_bytes(b"a picture")
-    assert "![dca_b](dca_b.png)" in reported(of)
-    assert Path("report/dca_b.png").read_bytes() == b"a picture"

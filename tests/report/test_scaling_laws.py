@@ -82,15 +82,6 @@ def test_seeds_give_intervals_that_cover_the_truth():
     assert row(text, "dca, 2", 3)[2].startswith("1.2")
 
 
-def test_below_an_r2_of_0_9_no_fit_is_drawn_and_no_savings_are_printed():
-    losses = {1: 3.0, 2: 3.3, 4: 2.9, 8: 2.95}
-    text = reported(trained(lambda mechanism, size, seed: losses[int(size)] - 0.1 * (mechanism == "dca")))
-    assert "has an R² of 0.16" in text
-    assert "so no saving of compute is given" in text
-    assert "What vanilla needs" not in text
-    assert "Dashed lines" not in text
-
-
 @pytest.mark.parametrize(
     ("losses", "compute", "note"),
     [
