@@ -13,13 +13,6 @@ class Size:
     """The dimensions of a decoder, and its published learning rate and sequence length."""
 
     name: str = key("", "name of the size, for reports")
-    paper: dict[str, str] = key(
-        {},
-        "source: the paper that has this size; backbone, data: those of its models, which the start of a run names if "
-        "it has others",
-        on_resume="free",
-        protocol=False,
-    )
     hidden_size: int = key(0, "width D of the depth stream", minimum=1)
     intermediate_size: int = key(0, "width of the MLP", minimum=1)
     num_layers: int = key(0, "layers L, each one attention and one MLP", minimum=1)
@@ -58,6 +51,14 @@ class Size:
     def width_of_shared_key(self) -> int:
         """Return the shared values of a key, by default as many as in DeepSeek-V2 (section 2.1.4)."""
         return self.shared_key_size or max(self.head_size // 2, 1)
+
+    paper: dict[str, str] = key(
+        {},
+        "source: the paper that has this size; size, backbone, data: those of its models, which the start of a run "
+        "names if it has others",
+        on_resume="free",
+        protocol=False,
+    )
 
 
 @dataclass(frozen=True)
