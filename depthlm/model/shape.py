@@ -39,6 +39,13 @@ class Size:
     shared_key_size: int | None = key(
         None, "mixer latent: values of a key that all heads share; null: head_size / 2", minimum=1
     )
+    paper: dict[str, str] = key(
+        {},
+        "source: the paper that has this size; size, backbone, data: those of its models, which the start of a run "
+        "names if it has others",
+        on_resume="free",
+        protocol=False,
+    )
 
     def width_of_expert(self) -> int:
         """Return the width of one expert. By default, the experts of a token are together as wide as the MLP."""
@@ -51,14 +58,6 @@ class Size:
     def width_of_shared_key(self) -> int:
         """Return the shared values of a key, by default as many as in DeepSeek-V2 (section 2.1.4)."""
         return self.shared_key_size or max(self.head_size // 2, 1)
-
-    paper: dict[str, str] = key(
-        {},
-        "source: the paper that has this size; size, backbone, data: those of its models, which the start of a run "
-        "names if it has others",
-        on_resume="free",
-        protocol=False,
-    )
 
 
 @dataclass(frozen=True)
