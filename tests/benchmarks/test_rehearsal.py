@@ -22,15 +22,15 @@ pytestmark = [
 
 # GiB saved for the backward pass by 8 of the 48 layers of size 1.5b, micro-batch 8 x 2048, fp32 weights under autocast
 SAVED_GIB = {
-    "vanilla": 6.5,
-    "depth_attention": 6.5,
-    "moda": 6.8,
-    "attention_residuals": 7.8,
-    "attention_residuals_full": 7.4,
-    "dca": 9.2,
-    "denseformer": 7.2,
-    "mhc": 7.9,
-    "hyper_connections": 7.9,
+    "vanilla": 5.6,
+    "depth_attention": 5.7,
+    "moda": 5.9,
+    "attention_residuals": 6.4,
+    "attention_residuals_full": 6.4,
+    "dca": 7.5,
+    "denseformer": 6.0,
+    "mhc": 6.6,
+    "hyper_connections": 6.6,
 }
 
 # bytes per thread
@@ -90,12 +90,12 @@ def test_the_estimate_holds_with_activation_checkpointing_and_a_mistake_costs_no
 
 
 def test_compiled_sublayers_launch_few_kernels(tmp_path):
-    most = {"attention_residuals": 700, "mhc": 620}
+    most = {"attention_residuals": 700, "mhc": 640}
     lines = rehearsed(tmp_path, "--compile", "--presets", ",".join(most), "size.num_layers=8")
     for preset, line in lines.items():
         assert line["launches"] <= most[preset], preset
         # less than without torch.compile, which the estimate before a run assumes
-        assert line["saved_gib"] < SAVED_GIB[preset] - 1, preset
+        assert line["saved_gib"] < SAVED_GIB[preset] - 0.8, preset
 
 
 @pytest.mark.parametrize(
