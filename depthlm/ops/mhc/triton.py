@@ -136,11 +136,11 @@ def mhc_write_and_project(sources, phi_ptr, outputs, positions, d: tl.constexpr,
     """Store X', its products with phi, and 1 / rms."""
     PENDING: tl.constexpr = len(sources) > 1
     n: tl.constexpr = settings.n
-    m: tl.constexpr = n * 2 if settings.identity else n * (n + 2)
+    m: tl.constexpr = settings.m
     new_ptr, projected_ptr, scale_ptr = outputs
     p, mask_p = rows(positions, settings)
-    k = tl.arange(0, settings.padded)
-    projected = tl.zeros([settings.positions, settings.padded], tl.float32)
+    k = tl.arange(0, settings.padded_m)
+    projected = tl.zeros([settings.positions, settings.padded_m], tl.float32)
     squares = tl.zeros([settings.positions, settings.lanes], tl.float32)
     for start in range(0, d, settings.columns):
         at_x, at_y, mask = tile(p, mask_p, start, d, settings)
@@ -192,7 +192,7 @@ def mhc_maps_backward(sources, parameters, kept, grads, scratch, iterations, pos
     the gradient of rms(X') is parallel to it.
     """
     n: tl.constexpr = settings.n
-    m: tl.constexpr = n * 2 if settings.identity else n * (n + 2)
+    m: tl.constexpr = settings.m
     grad_projected_ptr, factors_ptr, partial_ptr = scratch[0], scratch[1], scratch[2]
     p, mask_p = rows(positions, settings)
     stream = tl.arange(0, settings.padded_n)[None, :]
@@ -239,7 +239,7 @@ def mhc_streams_backward(sources, new_ptr, phi_ptr, grads, grad_sources, scratch
     """
     PENDING: tl.constexpr = len(sources) > 1
     n: tl.constexpr = settings.n
-    m: tl.constexpr = n * 2 if settings.identity else n * (n + 2)
+    m: tl.constexpr = settings.m
     grad_projected_ptr, factors_ptr = scratch
     p, mask_p = rows(positions, settings)
     factors = load_vectors(factors_ptr, p, mask_p, n + 1)
@@ -275,7 +275,7 @@ def mhc_streams_backward(sources, new_ptr, phi_ptr, grads, grad_sources, scratch
 def _load_gates(part: tl.constexpr, parameters, kept, p, mask_p, settings):
     """Return the projection and the sigmoid of the logits of H_pre (part 0) or H_post (part 1), [p, n]."""
     n: tl.constexpr = settings.n
-    m: tl.constexpr = n * 2 if settings.identity else n * (n + 2)
+    m: tl.constexpr = settings.m
     column = part * n + tl.arange(0, settings.padded_n)
     valid, scale = column < (part + 1) * n, tl.load(kept[1] + p, mask_p, other=0.0)
     projected = (
@@ -290,7 +290,7 @@ def _load_res(parameters, kept, p, mask_p, settings):
     """Return the projection and the logits of H_res, [p, i, j]."""
     n: tl.constexpr = settings.n
     valid, at_ij = _cells(settings)
-    at, scale = (p * n * (n + 2) + 2 * n)[:, None, None] + at_ij, tl.load(kept[1] + p, mask_p, other=0.0)
+    at, scale = (p * settings.m + 2 * n)[:, None, None] + at_ij, tl.load(kept[1] + p, mask_p, other=0.0)
     projected = load_fp32(kept[0], at, mask_p[:, None, None] & valid) * scale[:, None, None]
     alpha, bias = tl.load(parameters[1] + 2).to(tl.float32), load_fp32(parameters[0] + 2 * n, at_ij, valid)
     return projected, alpha * projected + bias

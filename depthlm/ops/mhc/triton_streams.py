@@ -44,7 +44,8 @@ class Settings(NamedTuple):
     """The constants of a kernel. The last four are those of `Form`.
 
     positions: of a program. lanes: the threads that share a position; each has consecutive columns of a chunk.
-    padded_n: n, padded to a power of 2. padded: the columns of the projection, to one that matrix products allow.
+    padded_n: n, padded to a power of 2. m: the columns of the projection. padded_m: m, padded to a power of 2 that
+    matrix products allow.
     whole: whether the columns of a chunk divide d.
     identity: whether H_res is the identity.
     """
@@ -54,7 +55,8 @@ class Settings(NamedTuple):
     positions: tl.constexpr
     lanes: tl.constexpr
     columns: tl.constexpr
-    padded: tl.constexpr
+    m: tl.constexpr
+    padded_m: tl.constexpr
     whole: tl.constexpr
     eps: tl.constexpr
     identity: tl.constexpr
@@ -74,20 +76,9 @@ def settings_of(
     n, d = x_btnd.shape[2:]
     lanes, line = max(8, 32 * WARPS // positions), 128 // x_btnd.itemsize
     columns = min(line if n <= 4 else line // 2, max(2 * lanes, next_power_of_2(d)))
-    padded = max(16, next_power_of_2(n * (2 if identity else n + 2)))
-    return constants(
-        Settings,
-        n,
-        max(4, next_power_of_2(n)),
-        positions,
-        lanes,
-        columns,
-        padded,
-        d % columns == 0,
-        eps,
-        identity,
-        *form,
-    )
+    m = n * (2 if identity else n + 2)
+    sizes = n, max(4, next_power_of_2(n)), positions, lanes, columns, m, max(16, next_power_of_2(m))
+    return constants(Settings, *sizes, d % columns == 0, eps, identity, *form)
 
 
 def check_streams(operator: str, x_btnd: Tensor, pending: Pending | None, **parameters: Any) -> None:
