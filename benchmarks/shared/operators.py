@@ -180,6 +180,15 @@ def residual_reads(shape: Shape, make: Make, block: int) -> Case:
     return Case(lambda: depth_attend(query, sources, EPS), [query, *sources], reads_values(READS, n, shape.d))
 
 
+def later_read(shape: Shape, make: Make) -> Case:
+    """A read of attention_residuals that extends what its phase began by the running sum of its block."""
+    query, sources = make.parameter(1, shape.d, scale=shape.d**-0.5), make.streams(shape, 1)
+    start = make.normal(1, shape.batch, shape.length, shape.d), make.parameter(1, shape.batch, shape.length)
+    # besides those of one read: the start, and its gradient
+    values = reads_values(1, 1, shape.d) + 2 * shape.d
+    return Case(lambda: depth_attend(query, sources, EPS, start=start)[:1], [query, *sources, *start], values)
+
+
 def dense_reads(shape: Shape, make: Make) -> Case:
     """The phase of denseformer that begins with the average after the middle layer."""
     n = shape.layers // 2 // READS * READS + 2
@@ -257,6 +266,7 @@ CASES: dict[str, Callable[[Shape, Make], Case]] = {
     # blocks of an eighth of the sublayers, and blocks of one output
     "depth_attend_block": lambda shape, make: residual_reads(shape, make, -(-2 * shape.layers // 8)),
     "depth_attend_full": lambda shape, make: residual_reads(shape, make, 1),
+    "depth_attend_later": later_read,
     "weighted_reads": dense_reads,
     "gated_reads": cross_reads,
     "mhc_post_pre": manifold_post_pre,

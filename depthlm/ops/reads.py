@@ -38,7 +38,7 @@ class BackwardInputs(NamedTuple):
     """What a backward pass reads, and where it writes the gradients of the sources.
 
     grads: of the results; the gradient of lse_sp is missing if nobody uses it. outputs: of the forward pass, without
-    out_spd unless the kernels need it. start: out_spd is empty unless the kernels need it.
+    out_spd unless the kernels save it. start: out_spd is empty unless the kernels need it.
     added: whether the gradient of a source is added to what `source_grads` has.
     """
 
@@ -57,6 +57,7 @@ class Kernels(NamedTuple):
 
     allocate: return what the forward pass writes besides out_spd: lse_sp if that is a result, and what is saved.
     forward: an operator as FORWARD says. backward: return the gradients of the parameters and of the start.
+    saves_out_of_one: a launch of one read saves its output, which a sublayer keeps in any case.
     """
 
     operator: str
@@ -64,7 +65,7 @@ class Kernels(NamedTuple):
     allocate: Callable[[list[Tensor], list[Tensor]], list[Tensor]]
     forward: Callable[..., None]
     backward: Callable[[BackwardInputs], list[Tensor]]
-    saves_out: bool = False
+    saves_out_of_one: bool = False
     saves_start: bool = False
 
 
@@ -113,7 +114,7 @@ class Reads(torch.autograd.Function):
         out = parameters[0].new_empty(len(parameters[0]), *sources[0].shape, dtype=dtype)
         outputs = [out, *kernels.allocate(parameters, sources)]
         kernels.forward(parameters, sources, start, eps, outputs)
-        saved = outputs if kernels.saves_out else outputs[1:]
+        saved = outputs if kernels.saves_out_of_one and len(parameters[0]) == 1 else outputs[1:]
         if start and not kernels.saves_start:
             start[0] = start[0].new_empty(0)
         ctx.kernels, ctx.eps, ctx.dtype, ctx.counts = kernels, eps, dtype, [len(saved), *counts]
