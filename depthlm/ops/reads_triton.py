@@ -18,14 +18,16 @@ from torch import Tensor
 from depthlm.ops.autograd import attached
 from depthlm.ops.backend import interpreted
 from depthlm.ops.reads import MAX_READS
+from depthlm.ops.tiles import tiles_of
 from depthlm.ops.triton_common import cdiv, constants, load_fp32, on_device, store_as, tl, triton, triton_type
 
 # the most reads of a launch
 READS = tl.constexpr(MAX_READS)
 # reads of a tensor-core product, whose sides have at least 16 entries
 DOT_READS = tl.constexpr(16)
+_TILES = tiles_of("reads")
 # with 8 warps, a thread has 8 values of a tile: one 128-bit load of a 16-bit source
-ROWS, WIDTH, WARPS = tl.constexpr(32), tl.constexpr(64), 8
+ROWS, WIDTH, WARPS = tl.constexpr(_TILES["ROWS"]), tl.constexpr(_TILES["WIDTH"]), _TILES["WARPS"]
 # factors of a matrix product: sources in bf16; in several dtypes, split into two parts in bf16; in fp32
 BFLOAT16, MIXED, EXACT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(3)
 # the interpreter computes wrong products in bf16

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, disable-error-code="assignment"
+# mypy: allow-untyped-defs, disable-error-code="assignment, misc"
 """`depth_attend` for few sources in Triton.
 
 A warp has one position, and a thread all reads of its columns. So sums over columns stay with a thread until the end of
@@ -25,6 +25,7 @@ from depthlm.ops.reads_triton import (
     pointers,
     store_typed,
 )
+from depthlm.ops.tiles import tiles_of
 from depthlm.ops.triton_common import (
     cdiv,
     constants,
@@ -41,10 +42,11 @@ from depthlm.ops.triton_common import (
 FEW_SOURCES = 8
 # threads of a warp; with 4 columns each, a row of a tile has 128
 LANES, VECTOR = tl.constexpr(32), tl.constexpr(4)
+_TILES = tiles_of("attention_residuals_few")
 # positions of a program, each of a warp; those of a single read share a warp, which then sums their gradients
-POSITIONS = 4
+POSITIONS = _TILES["POSITIONS"]
 # programs over positions of the gradient of the query, each with its own partial sums
-PROGRAMS = 256
+PROGRAMS = _TILES["PROGRAMS"]
 
 
 class Settings(NamedTuple):

@@ -34,14 +34,16 @@ from depthlm.ops.reads_triton import (
     transposed,
     whole,
 )
+from depthlm.ops.tiles import tiles_of
 from depthlm.ops.triton_common import constants, load_fp32, on_device, split_work, store_as, tl, triton
 
 # the padded numbers of sources for which the kernels are compiled; more than that are read in turns
 FEWER_SOURCES, MANY_SOURCES = 32, 64
+_TILES = tiles_of("attention_residuals")
 # dimensions of a tile, and warps of a program; those of a backward pass with FEWER_SOURCES
-WIDTH, WARPS, FEWER_WARPS = 64, 4, 2
+WIDTH, WARPS, FEWER_WARPS = _TILES["WIDTH"], _TILES["WARPS"], _TILES["FEWER_WARPS"]
 # programs of a backward pass, each with its own partial sums
-PROGRAMS = 512
+PROGRAMS = _TILES["PROGRAMS"]
 
 
 class Settings(NamedTuple):

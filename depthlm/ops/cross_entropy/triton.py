@@ -13,9 +13,11 @@ from torch import Tensor
 from depthlm.ops.backend import interpreted
 from depthlm.ops.cross_entropy.naive import Rows
 from depthlm.ops.library import register
+from depthlm.ops.tiles import tiles_of
 from depthlm.ops.triton_common import cdiv, constants, load_fp32, next_power_of_2, on_device, store_as, tl, triton
 
-COLUMNS = 4096
+_TILES = tiles_of("cross_entropy")
+COLUMNS, WARPS = _TILES["COLUMNS"], _TILES["WARPS"]
 # a finite number below every logit: the difference of two infinities would not be a number
 LOWEST = tl.constexpr(-1e30)
 
@@ -35,7 +37,7 @@ def losses(logits_rv: Tensor, targets_r: Tensor, to_nll_r: Tensor, to_logsumexp_
     grid = (cdiv(r, tile.rows.value),)
     with on_device(logits_rv):
         cross_entropy_forward[grid](
-            logits_rv, targets_r.contiguous(), to_nll_r, to_logsumexp_r, r, v, tile, num_warps=8
+            logits_rv, targets_r.contiguous(), to_nll_r, to_logsumexp_r, r, v, tile, num_warps=WARPS
         )
 
 
@@ -50,7 +52,7 @@ def differentiate(logits_rv: Tensor, rows: list[Tensor], to_rv: Tensor) -> None:
     numbers = Rows(*(x.contiguous() for x in rows))
     grid = (cdiv(r, tile.rows.value), cdiv(v, COLUMNS))
     with on_device(logits_rv):
-        cross_entropy_backward[grid](logits_rv, numbers, to_rv, r, v, tile, num_warps=8)
+        cross_entropy_backward[grid](logits_rv, numbers, to_rv, r, v, tile, num_warps=WARPS)
 
 
 def _tile(logits_rv: Tensor) -> Tile:

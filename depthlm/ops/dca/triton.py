@@ -33,16 +33,18 @@ from depthlm.ops.reads_triton import (
     tile_at,
     tile_of_program,
 )
+from depthlm.ops.tiles import tiles_of
 from depthlm.ops.triton_common import cdiv, load_fp32, split_work, tl, triton
 
 # reads and sources of a program of `dca_score_bias_grads`, a source per warp; positions of a thread and of a warp
 FEW_READS, SOURCES, STEPS, LANES = tl.constexpr(3), tl.constexpr(4), tl.constexpr(8), tl.constexpr(4)
 # columns of its tiles: 128 bytes of an fp32 tensor
 COLUMNS = tl.constexpr(32)
-# positions of a tile of a matrix product
-DOT_ROWS, WARPS = tl.constexpr(64), 4
+_TILES = tiles_of("dca")
+# positions of a tile of a matrix product, and warps of a program
+DOT_ROWS, WARPS = tl.constexpr(_TILES["DOT_ROWS"]), _TILES["WARPS"]
 # programs over positions of the gradients of parameters, each with its own partial sums
-PROGRAMS = 64
+PROGRAMS = _TILES["PROGRAMS"]
 
 
 def gated(b_snd: Tensor, w_snd: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None = None) -> Tensor:

@@ -24,10 +24,11 @@ from depthlm.ops.reads_triton import (
     store_reads,
     tile_of_program,
 )
+from depthlm.ops.tiles import tiles_of
 from depthlm.ops.triton_common import cdiv, load_fp32, tl, triton
 
 # values of a program of the backward pass, which has one warp, so that no sum crosses warps
-TILE_VALUES = tl.constexpr(512)
+TILE_VALUES = tl.constexpr(tiles_of("denseformer")["TILE_VALUES"])
 
 
 def weighted(weights_sn: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None = None) -> Tensor:

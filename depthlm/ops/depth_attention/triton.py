@@ -18,6 +18,7 @@ from depthlm.ops.autograd import call
 from depthlm.ops.backend import expect
 from depthlm.ops.dtypes import common_dtype
 from depthlm.ops.library import register
+from depthlm.ops.tiles import tiles_of
 from depthlm.ops.triton_common import (
     cdiv,
     check_heads,
@@ -34,7 +35,8 @@ from depthlm.ops.triton_common import (
 )
 
 # values of one tensor that a program has in registers
-TILE = 2048
+_TILES = tiles_of("depth_attention")
+TILE, WARPS = _TILES["TILE"], _TILES["WARPS"]
 
 
 def depth_value_mix(q_bhte: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
@@ -130,7 +132,7 @@ def _launch(kernel, q_bhte, tensors, keys_btke):
     settings = constants(Settings, e**-0.5 / groups, groups, e, padded_size, max(1, TILE // padded_size))
     with on_device(q_bhte):
         grid = (cdiv(rows, settings.rows.value),)
-        kernel[grid](rows_of_heads(q_bhte), *tensors, rows, len(keys_btke), settings, num_warps=4)
+        kernel[grid](rows_of_heads(q_bhte), *tensors, rows, len(keys_btke), settings, num_warps=WARPS)
 
 
 @triton.jit

@@ -39,10 +39,11 @@ from depthlm.ops.mhc.triton_streams import (
     write_backward,
     zeros,
 )
+from depthlm.ops.tiles import tiles_of
 from depthlm.ops.triton_common import cdiv, load_fp32, store_as, tl, triton
 
 # positions of a program, by the predicted times
-POSITIONS = 8
+POSITIONS = tiles_of("hyper_connections")["POSITIONS"]
 
 
 def hyper_post_pre(

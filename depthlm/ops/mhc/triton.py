@@ -38,11 +38,13 @@ from depthlm.ops.mhc.triton_streams import (
     write_backward,
     zeros,
 )
+from depthlm.ops.tiles import tiles_of
 from depthlm.ops.triton_common import cdiv, load_fp32, store_as, tl, triton
 
+_TILES = tiles_of("mhc")
 # positions of a program, by the predicted times: of the kernel with a matrix product, and of the others
-PROJECTED_POSITIONS = 32
-POSITIONS = 16
+PROJECTED_POSITIONS = _TILES["PROJECTED_POSITIONS"]
+POSITIONS = _TILES["POSITIONS"]
 
 
 def mhc_post_pre(

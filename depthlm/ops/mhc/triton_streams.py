@@ -24,6 +24,7 @@ from depthlm.ops.dtypes import common_dtype
 from depthlm.ops.library import register
 from depthlm.ops.mhc.cpu import PAPER, Pending, Result
 from depthlm.ops.mhc.rebuilding import mark_write, save_streams, saved_streams, written
+from depthlm.ops.tiles import tiles_of
 from depthlm.ops.triton_common import (
     cdiv,
     constants,
@@ -36,7 +37,7 @@ from depthlm.ops.triton_common import (
 )
 
 # warps of a program
-WARPS = 4
+WARPS = tiles_of("streams")["WARPS"]
 Tensors = list[Tensor]
 
 

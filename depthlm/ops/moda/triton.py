@@ -19,6 +19,7 @@ from torch import Tensor
 
 from depthlm.ops.backend import expect, interpreted
 from depthlm.ops.library import register
+from depthlm.ops.tiles import tiles_of
 from depthlm.ops.triton_common import (
     check_heads,
     constants,
@@ -35,7 +36,7 @@ from depthlm.ops.triton_common import (
 
 LOG2E = tl.constexpr(math.log2(math.e))
 # queries of a head, and entries, that a program processes at once: `tl.dot` requires 16
-GROUP, TILE = tl.constexpr(16), tl.constexpr(16)
+GROUP, TILE = tl.constexpr(16), tl.constexpr(tiles_of("moda")["TILE"])
 
 
 def moda_depth(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,7 +139,8 @@ def settings_of(e: int, num_kv_heads: int, groups: int, dtype: torch.dtype) -> t
     # with more bytes, shared memory would be too small on some GPUs
     nbytes = padded_size * dtype.itemsize
     sizes = num_kv_heads, groups, e, padded_size, triton_type(dtype)
-    return constants(Settings, e**-0.5, *sizes, 3 if nbytes <= 256 else 1), max(1, nbytes // 128)
+    stages = tiles_of("moda")["STAGES"] if nbytes <= 256 else 1
+    return constants(Settings, e**-0.5, *sizes, stages), max(1, nbytes // 128)
 
 
 @triton.jit
