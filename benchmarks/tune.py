@@ -30,7 +30,7 @@ from depthlm.files import replace_text
 
 # the operators of benchmarks/shared/operators.py that run a group of kernels, the most expensive group first
 OPERATORS = {
-    "dca": ["gated_reads"],
+    "dca": ["gated_reads", "gated_reads_later"],
     "attention_residuals": ["depth_attend_full"],
     "denseformer": ["weighted_reads"],
     "reads": ["weighted_reads", "gated_reads"],

@@ -206,6 +206,16 @@ def cross_reads(shape: Shape, make: Make) -> Case:
     return Case(lambda: (gated_reads(bias, gate, sources),), [bias, gate, *sources], values)
 
 
+def later_cross_reads(shape: Shape, make: Make) -> Case:
+    """The reads of the second layer of a phase of dca, which add the two outputs of the first to what it began."""
+    n = 2
+    bias, gate = make.parameter(INPUTS, n, shape.d), make.parameter(INPUTS, n, shape.d, scale=shape.d**-0.5)
+    sources, start = make.streams(shape, n), make.normal(INPUTS, shape.batch, shape.length, shape.d)
+    # the gradient of the start is that of the output
+    values = reads_values(INPUTS, n, shape.d) + INPUTS * shape.d
+    return Case(lambda: (gated_reads(bias, gate, sources, start),), [bias, gate, *sources, start], values)
+
+
 def pending_write(shape: Shape, make: Make) -> tuple[Tensor, Pending]:
     """Return X_btnd, and the output, H_post and H_res of a write."""
     b, t, n, d = shape.batch, shape.length, STREAMS, shape.d
@@ -269,6 +279,7 @@ CASES: dict[str, Callable[[Shape, Make], Case]] = {
     "depth_attend_later": later_read,
     "weighted_reads": dense_reads,
     "gated_reads": cross_reads,
+    "gated_reads_later": later_cross_reads,
     "mhc_post_pre": manifold_post_pre,
     "mhc_post_pre_identity": lambda shape, make: manifold_post_pre(shape, make, identity=True),
     "hyper_post_pre": dynamic_post_pre,

@@ -13,7 +13,7 @@ TILES: dict[str, dict[str, dict[str, int]]] = {
         "attention_residuals": {"WIDTH": 64, "WARPS": 4, "FEWER_WARPS": 2, "PROGRAMS": 512},
         "attention_residuals_few": {"POSITIONS": 4, "PROGRAMS": 256},
         "cross_entropy": {"COLUMNS": 4096, "WARPS": 8},
-        "dca": {"DOT_ROWS": 64, "WARPS": 4, "PROGRAMS": 64},
+        "dca": {"DOT_ROWS": 64, "WARPS": 4, "PROGRAMS": 64, "ALL_PROGRAMS": 256},
         "denseformer": {"TILE_VALUES": 512},
         "depth_attention": {"TILE": 2048, "WARPS": 4},
         "hyper_connections": {"POSITIONS": 8},

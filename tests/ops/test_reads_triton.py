@@ -87,6 +87,7 @@ def test_several_tiles_of_positions_and_dimensions(kind, d, started):
     with pytest.MonkeyPatch.context() as patch:
         for module in (attend_ops, few_triton, gated_triton):
             patch.setattr(module, "PROGRAMS", 2)
+        patch.setattr(gated_triton, "ALL_PROGRAMS", 2)
         assert_same(kind, arguments)
 
 

@@ -43,8 +43,9 @@ COLUMNS = tl.constexpr(32)
 _TILES = tiles_of("dca")
 # positions of a tile of a matrix product, and warps of a program
 DOT_ROWS, WARPS = tl.constexpr(_TILES["DOT_ROWS"]), _TILES["WARPS"]
-# programs over positions of the gradients of parameters, each with its own partial sums
-PROGRAMS = _TILES["PROGRAMS"]
+# programs over positions of the gradients of parameters, each with its own partial sums: at least PROGRAMS, and so many
+# that a launch of `dca_score_bias_grads` for few sources has ALL_PROGRAMS
+PROGRAMS, ALL_PROGRAMS = _TILES["PROGRAMS"], _TILES["ALL_PROGRAMS"]
 
 
 def gated(b_snd: Tensor, w_snd: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None = None) -> Tensor:
@@ -81,10 +82,10 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     (score,), (partial,) = outputs, sums
     inputs, grad_score = inputs_of(sources, len(b), source_grads, added), torch.empty_like(score)
     n, positions, reads = inputs.sizes
-    (programs, rows), columns = _programs(positions), inputs.tiles[1]
+    (programs, rows), columns = _programs(positions, n, reads), inputs.tiles[1]
     read_ptrs = grad, inputs.table, b, score, grad_score
     even = positions % (STEPS.value * LANES.value) == 0 and inputs.settings.D.value % COLUMNS.value == 0
-    grid = cdiv(n, SOURCES.value) * cdiv(reads, FEW_READS.value), programs
+    grid = _groups(n, reads), programs
     inputs.launch(dca_score_bias_grads, grid, SOURCES.value, [read_ptrs, partial[0]], rows, EVEN=even)
     inputs.launch(dca_source_grads, inputs.tiles, WARPS, [read_ptrs, w], COUNT=_count(reads))
     grid, tensors = (n, columns, programs), [inputs.table, grad_score, partial[1]]
@@ -94,7 +95,7 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
 def backward(inputs: BackwardInputs) -> list[Tensor]:
     (reads, n, d), positions = inputs.parameters[0].shape, inputs.sources[0].shape[:-1].numel()
     padded = cdiv(reads, FEW_READS.value) * FEW_READS.value, cdiv(n, SOURCES.value) * SOURCES.value
-    partial = inputs.grads[0].new_empty(2, _programs(positions)[0], *padded, d, dtype=torch.float32)
+    partial = inputs.grads[0].new_empty(2, _programs(positions, n, reads)[0], *padded, d, dtype=torch.float32)
     launch_backward(*inputs, [partial])
     of_parameters = zip(partial[:, :, :reads, :n].sum(1), inputs.parameters, strict=True)
     return [*(x.to(y.dtype) for x, y in of_parameters), *(inputs.grads[0].to(x.dtype) for x in inputs.start)]
@@ -103,9 +104,15 @@ def backward(inputs: BackwardInputs) -> list[Tensor]:
 KERNELS = Kernels("dca", 1, allocate, forward, backward)
 
 
-def _programs(positions: int) -> tuple[int, int]:
+def _groups(n: int, reads: int) -> int:
+    """Return the groups of sources and reads of `dca_score_bias_grads`."""
+    return cdiv(n, SOURCES.value) * cdiv(reads, FEW_READS.value)
+
+
+def _programs(positions: int, n: int, reads: int) -> tuple[int, int]:
     """Return the programs over positions of the gradients of parameters, and the positions of each."""
-    return split_work(positions, PROGRAMS, STEPS.value * LANES.value)
+    most = max(PROGRAMS, ALL_PROGRAMS // _groups(n, reads))
+    return split_work(positions, most, STEPS.value * LANES.value)
 
 
 def _count(reads: int) -> int:
