@@ -2,6 +2,7 @@
 
     DeepNorm (arXiv 2203.00555): alpha = (2 L)^(1/4);  the values, the output and the MLP of a layer are initialized
     with a gain of (8 L)^(-1/4)
+    DeepLoop (arXiv 2607.13491), for loops: alpha = (2 L)^(1/2), and a gain of (8 L)^(-1/2), with L unrolled layers
     KEEL (arXiv 2601.19895): alpha = 2 L, the number of sublayers, and f has the norm of its input as well. The first
     attention and the first MLP are those of a pre-norm decoder: h <- h + f(h)
 
@@ -24,19 +25,19 @@ from depthlm.ops.dtypes import upcast
 class DeepNorm(Connection):
     """A residual connection with a norm of each sum.
 
-    form: deepnorm, in the paper with these norms only (backbone.norm_placement=none), or keel, in the paper with a norm
-        of the input of each sublayer as well (pre).
+    form: deepnorm or deeploop, in the papers with these norms only (backbone.norm_placement=none), or keel, in the
+        paper with a norm of the input of each sublayer as well (pre).
     """
 
     why_undefined = "it normalizes each sum and has factors of the depth of its own"
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, form: str = "deepnorm"):
         super().__init__(spec, size, backbone)
-        check(one_of(("deepnorm", "keel"), form=form))
-        depth = 2 * spec.num_layers
+        check(one_of(("deepnorm", "deeploop", "keel"), form=form))
+        depth, power = 2 * spec.num_layers, 0.5 if form == "deeploop" else 0.25
         is_plain = form == "keel" and spec.sublayer < 2
-        self.alpha = 1.0 if is_plain else float(depth) if form == "keel" else depth**0.25
-        self.output_gain = 1.0 if form == "keel" else (4 * depth) ** -0.25
+        self.alpha = 1.0 if is_plain else float(depth) if form == "keel" else depth**power
+        self.output_gain = 1.0 if form == "keel" else (4 * depth) ** -power
         if (2 if form == "keel" else 0) < spec.sublayer < depth:
             self.norm = Norm(size.hidden_size, backbone)
         if spec.kind != "final" and not is_plain:

@@ -13,13 +13,13 @@ X_btnd are n streams of width D, as in hyper_connections, which start as copies 
 
 Models ship with forms of it: DeepSeek-V4 and GLM-5 without a weight of the norm, with an epsilon in the maps, Hunyuan
 V4 with the identity as H_res, DeepSeek-V4.1 with the H_pre of the sublayer before. mHC-lite has a convex combination
-of permutation matrices as H_res. The settings below give each form.
+of permutation matrices as H_res, KromHC a Kronecker product. The settings below give each form.
 
 Shapes: b batch, t tokens, n streams (i new, j old), d hidden size.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import Any, ClassVar, cast
 
@@ -65,7 +65,9 @@ class ManifoldHyperConnections(Connection):
     num_streams: n.
     iterations: the number of Sinkhorn-Knopp iterations.
     residual: sinkhorn; permutations: H_res = sum_r softmax(m_res)_r P_r over the n! permutation matrices, with n! + 2n
-        rows of phi, and n at most 4 (mHC-lite, arXiv 2601.05732); or identity: H_res is the identity, phi has 2n rows.
+        rows of phi, and n at most 4 (mHC-lite, arXiv 2601.05732); kronecker: H_res is the Kronecker product of the
+        log2(n) matrices [[p, 1 - p], [1 - p, p]], with p the first entry of a softmax of two logits, and phi has
+        2 log2(n) + 2n rows (KromHC, arXiv 2601.21579); or identity: H_res is the identity, phi has 2n rows.
     norm: weighted, or plain: an RMSNorm without a weight.
     norm_eps: the epsilon of that norm; None: the backbone's.
     post_scale: the factor of the sigmoid of H_post.
@@ -73,9 +75,9 @@ class ManifoldHyperConnections(Connection):
     post_eps: added to H_post.
     res_eps: added to H_res after the first normalization of its columns, and to all later sums.
     start: vanilla: alpha = 0.01, and the biases give H_pre = 1/n, H_post = post_scale / 2, and H_res 0.99 on its
-        diagonal, or 0.99 as the weight of the identity; zero: alpha = 1, and the biases are zero; identity: alpha = 0,
-        and the biases allow for post_scale, pre_eps and post_eps, so that they initially equal vanilla, but for
-        res_eps, by which each sublayer reduces the streams.
+        diagonal, which for permutations is the weight of the identity; zero: alpha = 1, and the biases are zero;
+        identity: alpha = 0, and the biases allow for post_scale, pre_eps and post_eps, so that they initially equal
+        vanilla, but for res_eps, by which each sublayer reduces the streams.
     collapse: as in HyperConnections; gated: sum_i (sigmoid(m) + pre_eps)_i X_i, with m as above, of its own parameters;
         or last, with read=previous: by the H_pre of the last sublayer.
     read: own; or previous: a sublayer reads with the H_pre of the sublayer before it, and the first one reads stream 0.
@@ -110,7 +112,7 @@ class ManifoldHyperConnections(Connection):
         check(
             at_least(1, num_streams=num_streams, iterations=iterations),
             one_of((*COLLAPSES, "gated", "last"), collapse=collapse),
-            one_of(("sinkhorn", "permutations", "identity"), residual=residual),
+            one_of(("sinkhorn", *EXACT_MAPS, "identity"), residual=residual),
             one_of(("weighted", "plain"), norm=norm),
             number(0.0, post_scale=post_scale, pre_eps=pre_eps, post_eps=post_eps, res_eps=res_eps),
             one_of(START_OF_ALPHA, start=start),
@@ -123,6 +125,8 @@ class ManifoldHyperConnections(Connection):
             raise ValueError(f"res_eps={res_eps:g}: residual={residual} has no normalization to which it is added")
         if residual == "permutations" and num_streams > MAX_PERMUTED:
             raise ValueError(f"num_streams={num_streams}: residual=permutations needs at most {MAX_PERMUTED} streams")
+        if residual == "kronecker" and (num_streams < 2 or num_streams & (num_streams - 1)):
+            raise ValueError(f"num_streams={num_streams}: residual=kronecker needs a power of two, such as 2 or 4")
         if start == "identity":
             self.identity_start = ""
             # what the sigmoids must give
@@ -138,7 +142,8 @@ class ManifoldHyperConnections(Connection):
         self.eps = backbone.norm_eps if norm_eps is None else norm_eps
         self.form = Form(post_scale, pre_eps, post_eps, res_eps)
         self.reads_previous = read == "previous"
-        self.permutes = residual == "permutations"
+        # the fused operator has no such H_res
+        self.exact_map = EXACT_MAPS.get(residual)
         n, d = num_streams, size.hidden_size
         if spec.kind == "final":
             self.cost = collapse_cost(n, d, collapse)
@@ -151,7 +156,8 @@ class ManifoldHyperConnections(Connection):
             self.reads_previous = collapse == "last"
             return
         self.start = start
-        self.widths = (n, n, math.factorial(n) if self.permutes else n * n)[: 2 if residual == "identity" else 3]
+        rows = {"permutations": math.factorial(n), "kronecker": 2 * (n.bit_length() - 1)}.get(residual, n * n)
+        self.widths = (n, n, rows)[: 2 if residual == "identity" else 3]
         if norm == "weighted":
             self.norm = nn.Parameter(torch.empty(n * d))
         self.phi = nn.Parameter(torch.empty(sum(self.widths), n * d))
@@ -174,9 +180,12 @@ class ManifoldHyperConnections(Connection):
             elif n > 1:
                 # the bias of H_post is 0; with one stream, H_pre = 1/2
                 pre.fill_(-math.log(n - 1))
-            if n > 1 and self.permutes:
+            if n > 1 and self.exact_map is permuted:
                 # the first permutation is the identity
                 res[0].fill_(math.log(0.01 / (len(res[0]) - 1)))[0] = math.log(0.99)
+            elif n > 1 and self.exact_map is kronecker:
+                p = 0.99 ** (1 / math.log2(n))
+                res[0].view(-1, 2).copy_(torch.tensor([math.log(p), math.log(1 - p)]))
             elif n > 1 and res:
                 res[0].fill_(math.log(0.01 / (n - 1)))
                 res[0].view(n, n).fill_diagonal_(math.log(0.99))
@@ -199,7 +208,7 @@ class ManifoldHyperConnections(Connection):
             maps, next_pre = cast(tuple[Maps, Tensor], given)
             inputs, carry = read_with(maps, state)
             return inputs, carry._replace(next_pre=next_pre)
-        if (self.permutes or self.edit is not None) and weights is None:
+        if (self.exact_map is not None or self.edit is not None) and weights is None:
             weights = self.maps(state)
         if isinstance(weights, Maps):
             return read_with(weights, state)
@@ -240,8 +249,9 @@ class ManifoldHyperConnections(Connection):
         """Return the maps that follow from the streams which a sublayer reads."""
         streams = state.written()
         parameters = self.map_parameters()
-        if self.permutes:
-            return edited_maps(self, permuted_maps(streams, parameters, self.widths, self.eps, self.form))
+        if self.exact_map is not None:
+            maps = exact_maps(streams, parameters, self.widths, self.eps, self.form, self.exact_map)
+            return edited_maps(self, maps)
         return edited_maps(self, mhc_maps(streams, parameters, self.eps, self.iterations, self.form))
 
     def map_parameters(self) -> Parameters:
@@ -271,23 +281,40 @@ def logit(p: float) -> float:
     return math.log(p / (1 - p))
 
 
-def permuted_maps(x_btnd: Tensor, parameters: Parameters, widths: Sequence[int], eps: float, form: Form) -> Maps:
-    """Return the maps of the streams with H_res = sum_r softmax(m_res)_r P_r, in the order of itertools.permutations.
-
-    The fused operator has no such H_res.
-    """
+def exact_maps(
+    x_btnd: Tensor, parameters: Parameters, widths: Sequence[int], eps: float, form: Form, exact_map: Callable
+) -> Maps:
+    """Return the maps of the streams. exact_map: what makes H_res of its rows of m."""
     phi_mw, norm_w, alpha, bias_m = parameters
     alpha_m = torch.cat([a.expand(width) for a, width in zip(alpha, widths, strict=True)])
     weight_mw = phi_mw if norm_w is None else norm_w * phi_mw
     m_btm = alpha_m * normed_projection(x_btnd.flatten(2), weight_mw, eps) + bias_m
     pre_btn, post_btn, res_btr = m_btm.split(widths, dim=-1)
-    n = widths[0]
-    rows = torch.eye(n, dtype=m_btm.dtype, device=m_btm.device).unbind()
+    res_btij = exact_map(res_btr, widths[0])
+    return Maps(pre_btn.sigmoid() + form.pre_eps, form.post_scale * post_btn.sigmoid() + form.post_eps, res_btij)
+
+
+def permuted(m_btr: Tensor, n: int) -> Tensor:
+    """Return sum_r softmax(m)_r P_r as x_btij, in the order of itertools.permutations."""
+    rows = torch.eye(n, dtype=m_btr.dtype, device=m_btr.device).unbind()
     # made on the device, since a copy to it ends the capture of a CUDA graph
     matrices_rij = torch.stack([row for order in permutations(rows) for row in order]).view(-1, n * n)
-    with no_autocast(x_btnd):
-        res_btij = (res_btr.softmax(-1) @ matrices_rij).unflatten(-1, (n, n))
-    return Maps(pre_btn.sigmoid() + form.pre_eps, form.post_scale * post_btn.sigmoid() + form.post_eps, res_btij)
+    with no_autocast(m_btr):
+        return (m_btr.softmax(-1) @ matrices_rij).unflatten(-1, (n, n))
+
+
+def kronecker(m_btr: Tensor, n: int) -> Tensor:
+    """Return the Kronecker product of [[p, 1 - p], [1 - p, p]] as x_btij, with p, 1 - p the softmax of two entries."""
+    p_btk2 = m_btr.unflatten(-1, (-1, 2)).softmax(-1)
+    product = torch.ones_like(m_btr[..., :1, None])
+    for factor_bt22 in torch.stack([p_btk2, p_btk2.flip(-1)], -2).unbind(2):
+        product = product[..., :, None, :, None] * factor_bt22[..., None, :, None, :]
+        product = product.flatten(-4, -3).flatten(-2)
+    return product
+
+
+# of the names of H_res: exactly doubly stochastic maps
+EXACT_MAPS: dict[str, Callable[[Tensor, int], Tensor]] = {"permutations": permuted, "kronecker": kronecker}
 
 
 class GatedCollapse(nn.Module):

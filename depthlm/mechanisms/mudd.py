@@ -11,6 +11,7 @@ X_0 ... X_i -+-> A -> x_q, x_k, x_v -> attention -(+)-> MLP -(+)-> X_{i+1}
 Shapes: c inputs, n sources, b batch, t tokens, d hidden size.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from depthlm.mechanisms.attention_residuals import Projection
 from depthlm.model.connection import Connection, Cost, Inputs
 from depthlm.model.figures import Figure
 from depthlm.model.layers import Linear
+from depthlm.model.settings import at_least, check, format_setting
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.depth_reduce import weighted_sum
 from depthlm.ops.dtypes import upcast
@@ -28,7 +30,7 @@ from depthlm.ops.functions import rms_norm
 
 
 class State(NamedTuple):
-    """blocks: X_0, ..., X_i. h: the residual stream within layer i + 1, and X_i between layers."""
+    """blocks: X_i and those X_j that are read. h: the residual stream within layer i + 1, and X_i between layers."""
 
     blocks: tuple[Tensor, ...]
     h: Tensor
@@ -38,6 +40,10 @@ class Mudd(Connection):
     """Dynamic weighted sums of all layer outputs, initially X_i, so that the decoder equals vanilla.
 
     Layer 0 reads the embedding. W_1 is as wide as there are weights, as in the code of the authors.
+
+    layers: k: only the last k (unrolled) layers and the final read have sums, and the others are those of vanilla, as
+        in the record run of modded-nanogpt (pull request 259, with one layer); None: all layers.
+    sources: the j of the X_j that are read beside the newest, such as [0, 8]; None: all.
     """
 
     colour = "#E7298A"
@@ -45,12 +51,27 @@ class Mudd(Connection):
     has_edges = True
     identity_start = ""
 
-    def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
+    def __init__(
+        self,
+        spec: SublayerSpec,
+        size: Size,
+        backbone: Backbone,
+        layers: int | None = None,
+        sources: Sequence[int] | None = None,
+    ):
         super().__init__(spec, size, backbone)
+        check(at_least(1, layers=layers, optional=True))
+        read = list(range(spec.num_layers)) if sources is None else list(sources)
+        if read != sorted({j for j in read if type(j) is int and 0 <= j < spec.num_layers}):
+            raise ValueError(
+                f"sources={format_setting(read)}: must be different numbers from 0 to {spec.num_layers - 1}, in order"
+            )
         self.eps = backbone.norm_eps
-        self.reads_all = spec.kind != "mlp" and spec.layer > 0
-        if self.reads_all:
-            d, n = size.hidden_size, spec.layer + 1
+        self.keeps_newest = spec.layer in read
+        self.sources = (*(j for j in read if j < spec.layer), spec.layer)
+        self.sums = spec.kind != "mlp" and spec.layer >= max(1, spec.num_layers - (layers or spec.num_layers))
+        if self.sums:
+            d, n = size.hidden_size, len(self.sources)
             self.num_inputs = 3 if spec.kind == "attention" else 1
             self.num_sums = 4 if spec.kind == "attention" else 1
             self.a = nn.Parameter(torch.empty(self.num_sums, n))
@@ -76,15 +97,17 @@ class Mudd(Connection):
 
     def weights(self, state: State) -> Tensor | None:
         """Return A_cnbt."""
-        if not self.reads_all:
+        if not self.sums:
             return None
         newest = rms_norm(state.blocks[-1], None, self.eps)
         dynamic = upcast(self.w_2(F.gelu(self.w_1(newest)))).unflatten(-1, self.a.shape)
-        return self.edited((dynamic + self.a).permute(2, 3, 0, 1), ("panel", "source", "batch", "token"))
+        return self.edited((dynamic + self.a).permute(2, 3, 0, 1), ("panel", "source", "batch", "token"), self.sources)
 
     def write(self, state: State, output_btd: Tensor, carry: Tensor) -> State:
         h = carry + output_btd
-        return State(state.blocks if self.spec.kind == "attention" else (*state.blocks, h), h)
+        if self.spec.kind == "attention":
+            return State(state.blocks, h)
+        return State((*(state.blocks if self.keeps_newest else state.blocks[:-1]), h), h)
 
     def figures(self, state: State) -> list[Figure]:
         weights = self.weights(state)
@@ -92,4 +115,4 @@ class Mudd(Connection):
             return []
         panels = ("q", "k", "v", "residual")[-self.num_sums :]
         axes, columns = ("panel", "source", "batch", "token"), "source (0: embedding, j: output of layer j)"
-        return [Figure("weights", weights, axes, "what each layer reads", columns, panels)]
+        return [Figure("weights", weights, axes, "what each layer reads", columns, panels, self.sources)]

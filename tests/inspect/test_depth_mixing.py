@@ -94,8 +94,11 @@ def of_formulas(model: Decoder, name: str, settings: dict[str, Any], tokens_bt: 
         ("mudd", {}),
         ("embedding_skip", {}),
         ("unet_skip", {}),
+        ("backout", {}),
+        ("wide_residual", {}),
         ("layer_scale", {}),
         ("gated_residual", {}),
+        ("gated_residual", {"form": "token"}),
     ],
     ids=str,
 )

@@ -63,18 +63,25 @@ CONNECTION_SETTINGS = [
     ("mhc", {"residual": "identity", "norm": "plain", "pre_eps": 1e-6, "post_eps": 1e-6, "collapse": "gated"}),
     ("mhc", {"num_streams": 1, "residual": "identity", "post_scale": 1.5}),
     ("mhc", {"num_streams": 3, "residual": "permutations"}),
+    ("mhc", {"num_streams": 8, "residual": "kronecker"}),
     ("mhc", DEEPSEEK | {"read": "previous", "collapse": "last", "norm_eps": 1e-20}),
     ("mhc", {"num_streams": 2, "residual": "identity", "read": "previous"}),
     ("qwen4_exp", {"rank": 5}),
+    ("wide_residual", {}),
+    ("altup", {"num_streams": 3}),
+    ("backout", {}),
     ("gated_residual", {}),
+    ("gated_residual", {"form": "token"}),
     ("embedding_skip", {}),
     ("unet_skip", {}),
     ("layer_scale", {"start": 0.5}),
+    ("layer_scale", {"form": "affine"}),
     ("deepnorm", {}),
     ("deepnorm", {"form": "keel"}),
     ("siamese_norm", {}),
     ("ddl", {}),
     ("mudd", {}),
+    ("mudd", {"layers": 1, "sources": [0, 2]}),
     ("laurel", {}),
     ("laurel", {"rank": 2, "last_k": 1}),
     ("laurel", {"variant": "rw"}),
@@ -167,7 +174,7 @@ def case(connection=PLAIN, attention=SELF, backbone="qwen3", loops=1, num_layers
 CASES = [
     # the formulas of streams start again from the embedding at every sublayer, which takes long in four layers
     *(
-        case(one, num_layers=2 if one[0] in ("hyper_connections", "mhc", "qwen4_exp") else 4)
+        case(one, num_layers=2 if one[0] in ("hyper_connections", "mhc", "qwen4_exp", "altup") else 4)
         for one in CONNECTION_SETTINGS
     ),
     *(case(attention=attention) for attention in ATTENTION_SETTINGS),
@@ -178,11 +185,12 @@ CASES = [
     *(case(attention=attention, backbone="delta and latent", num_layers=4) for attention in ATTENTION_OF_EACH),
     # norms before and after every sublayer, and none
     case(("unet_skip", {}), num_layers=5),
-    *(case((name, {}), loops=2, num_layers=2) for name in ("unet_skip", "embedding_skip", "mudd")),
+    *(case((name, {}), loops=2, num_layers=2) for name in ("unet_skip", "embedding_skip", "mudd", "altup")),
     *(case(attention=(name, IDENTITY), loops=2, num_layers=2, heads=(4, 2)) for name in ("depth_attention", "moda")),
     case(attention=("moda", IDENTITY), backbone="delta and latent", num_layers=4),
     *(case(attention=(name, {}), loops=2, num_layers=3) for name in ("value_residual", "shared_kv")),
     case(("deepnorm", {}), backbone="none", num_layers=3),
+    case(("deepnorm", {"form": "deeploop"}), backbone="none", loops=2, num_layers=2),
     case(("mudd", {}), ("shared_kv", {"reuse": "upper_half"}), num_layers=3),
     case(("gated_residual", {}), backbone="both", num_layers=2),
     case(("dca", {}), backbone="both", num_layers=2),

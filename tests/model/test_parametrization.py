@@ -27,7 +27,7 @@ WIDE = ["size=nano_60k", "size.hidden_size=64", "size.intermediate_size=176", "s
         "data.tokenizer=bytes", "precision=fp32", "parametrization.base_size=nano_60k"]  # fmt: skip
 WIDTH, DEPTH = 2.0, 3.0
 # presets without a factor of the outputs
-UNDEFINED = ["attention_residuals_inkling2", "gated_residual", "mudd", "unet_skip"]
+UNDEFINED = ["altup", "attention_residuals_inkling2", "gated_residual", "mudd", "unet_skip"]
 
 
 def composed(*overrides: str) -> Config:
@@ -145,6 +145,8 @@ CONNECTIONS: dict[str, tuple[float, dict[str, tuple[float, float, float]]]] = {
     "residual": (-1, {}),
     "rezero": (-1, {"alpha": NOTHING}),
     "embedding_skip": (-1, {"weight": (0.0, -1.0, 0.0)}),
+    "backout": (-1, {"weight": NOTHING}),
+    "wide_residual": (-1, {"read_logits": NOTHING, "write_logits": NOTHING}),
     "laurel": (-1, {"down": MATRIX, "up": (0.0, -1.0, 0.0), "gamma": NOTHING}),
     "denseformer": (-1, {"a": (0.0, -2.0, 0.0)}),
     "dca": (-1, {"b": NOTHING, "w": MATRIX}),

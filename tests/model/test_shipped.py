@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from depthlm.mechanisms.altup import AltUp
 from depthlm.mechanisms.attention_residuals import AttentionResiduals
 from depthlm.mechanisms.gated_residual import GatedResidual
+from depthlm.mechanisms.layer_scale import LayerScale
 from depthlm.mechanisms.mhc import ManifoldHyperConnections
 from depthlm.mechanisms.qwen4_exp import Qwen4Exp
 from depthlm.model.connection import Connection
@@ -40,7 +42,7 @@ def theirs(module: str, name: str) -> Any:
 
 CONFIG = SimpleNamespace(
     hidden_size=D, hc_mult=STREAMS, hc_count=STREAMS, hc_sinkhorn_iters=20, hc_eps=1e-6, hc_magnitude=2.0, hc_lowrank=5,
-    rms_norm_eps=EPS, residual_gate_temperature=0.3,
+    rms_norm_eps=EPS, residual_gate_temperature=0.3, altup_num_inputs=STREAMS, altup_active_idx=0, altup_coef_clip=None,
 )  # fmt: skip
 
 
@@ -234,5 +236,64 @@ def test_the_gated_residual_connection(make_size, make_backbone, casts_do_nothin
             inputs.append(hidden)
             hidden = gate(hidden, (weight * hidden).tanh())
         return [*inputs, hidden]
+
+    assert_same(partial(run_ours, every), run_theirs, pairs)
+
+
+def test_residual_scaling(make_size, make_backbone, casts_do_nothing):
+    every = connections(partial(LayerScale, form="affine"), make_size, make_backbone)
+    scalings = [randomize(theirs("zaya", "ZayaResidualScaling")(D)) for _ in range(2 * LAYERS)]
+    names = {"scale": "hidden_states_scale", "bias": "hidden_states_bias"}
+    names |= {"skip_scale": "residual_scale", "skip_bias": "residual_bias"}
+    pairs = [
+        (getattr(ours, one), getattr(peer, two), lambda x: x)
+        for ours, peer in zip(every, scalings, strict=False)
+        for one, two in names.items()
+    ]
+    copy_weights(pairs)
+
+    def run_theirs(hidden: Tensor, weights: list[Tensor]) -> list[Tensor]:
+        inputs = []
+        for scaling, weight in zip(scalings, weights, strict=True):
+            inputs.append(hidden)
+            hidden = scaling((weight * hidden).tanh(), hidden)
+        return [*inputs, hidden]
+
+    assert_same(partial(run_ours, every), run_theirs, pairs)
+
+
+def test_alternating_updates(make_size, make_backbone, casts_do_nothing):
+    """The streams are made and reduced as in Gemma3nTextModel, whose layers have more than these updates."""
+    every = connections(partial(AltUp, num_streams=STREAMS), make_size, make_backbone)
+    updates = [randomize(theirs("gemma3n", "Gemma3nTextAltUp")(CONFIG)) for _ in range(LAYERS)]
+    ends = [[randomize(nn.Linear(D, D, bias=False)) for _ in range(STREAMS - 1)] for _ in range(2)]
+    pairs = []
+    for peer in updates:
+        peer.router_input_scale.fill_(1 / D)  # it was made in fp32
+    for attention, mlp, peer in zip(every[::2], every[1::2], updates, strict=False):
+        pairs += [(attention.norm, peer.router_norm.weight), (attention.router, peer.modality_router.weight)]
+        pairs += [(attention.predict, peer.prediction_coefs.weight), (mlp.correct, peer.correction_coefs.weight)]
+    for connection, end in zip((every[0], every[-1]), ends, strict=True):
+        pairs += [(ours.weight, peer.weight) for ours, peer in zip(connection.proj, end, strict=True)]
+    pairs = [(*pair, lambda x: x) for pair in pairs]
+    copy_weights(pairs)
+
+    def projected(end: list[nn.Module], streams: list[Tensor], like: Tensor) -> list[Tensor]:
+        target = torch.mean(like**2, dim=-1, keepdim=True) ** 0.5
+        found = [proj(x) for proj, x in zip(end, streams, strict=True)]
+        return [y * target / torch.sqrt(torch.mean(y**2, dim=-1, keepdim=True).clamp(min=1e-5)) for y in found]
+
+    def run_theirs(embedding: Tensor, weights: list[Tensor]) -> list[Tensor]:
+        streams = torch.stack([embedding, *projected(ends[0], [embedding] * (STREAMS - 1), embedding)])
+        inputs = []
+        for layer, peer in enumerate(updates):
+            predictions = peer.predict(streams)
+            active = predictions[0]
+            for weight in weights[2 * layer : 2 * layer + 2]:
+                inputs.append(active)
+                active = active + (weight * active).tanh()
+            streams = peer.correct(predictions, active)
+        first, *others = streams
+        return [*inputs, torch.stack([first, *projected(ends[1], others, first)]).mean(0)]
 
     assert_same(partial(run_ours, every), run_theirs, pairs)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .parts import Model, linear, norm, rms_normed, softmax, weighted_sum
-from .streams import hyper_connections, mhc, qwen4_exp
+from .streams import altup, hyper_connections, mhc, qwen4_exp, wide_residual
 
 
 def residual(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
@@ -160,10 +160,16 @@ def dca(
     return [g(read) for read in range(3 if separate_qkv and s < 2 * m.depth else 1)]
 
 
-def gated_residual(m: Model, s: int, x_0: Tensor, f: list[Tensor], temperature: float = 0.3) -> list[Tensor]:
-    """h <- alpha h + beta f(h), alpha^2 + beta^2 = 1, transformers 5.23.0."""
+def gated_residual(
+    m: Model, s: int, x_0: Tensor, f: list[Tensor], form: str = "channel", temperature: float = 0.3
+) -> list[Tensor]:
+    """h <- alpha h + beta f(h), alpha^2 + beta^2 = 1, transformers 5.23.0; token: h <- h + g f(h), prime-rl."""
     h = x_0
     for i in range(s):
+        if form == "token":
+            w, c, b = (m.p[f"connections.{i}.{name}"] for name in "wcb")
+            h = weighted_sum([torch.ones(()), 2 * torch.sigmoid(c * torch.dot(w, rms_normed(m, h)) + b)], [h, f[i]])
+            continue
         beta = torch.sigmoid(m.p[f"connections.{i}.gate"] / temperature)
         h = torch.sqrt((1 - beta**2).clamp(min=1e-3)) * h + beta * f[i]
     return [h]
@@ -261,14 +267,36 @@ def unet_skip(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
     return [h]
 
 
-def layer_scale(m: Model, s: int, x_0: Tensor, f: list[Tensor], start: float | None = None) -> list[Tensor]:
-    """h <- h + diag(lambda) f(h), arXiv 2103.17239"""
-    return [x_0 + sum(m.p[f"connections.{i}.scale"] * f[i] for i in range(s))]
+def backout(
+    m: Model, s: int, x_0: Tensor, f: list[Tensor], layer: int | None = None, start: float = 0.5
+) -> list[Tensor]:
+    """hidden = h - lambda X, with the output X of a layer"""
+    if s < 2 * m.depth:
+        return [sum(f, x_0)]
+    last = 2 * m.depth // 3 if layer is None else layer
+    return [sum(f, x_0) - m.p[f"connections.{s}.weight"][0] * sum(f[: 2 * last + 2], x_0)]
+
+
+def layer_scale(
+    m: Model, s: int, x_0: Tensor, f: list[Tensor], start: float | None = None, form: str = "output"
+) -> list[Tensor]:
+    """h <- h + diag(lambda) f(h), arXiv 2103.17239; affine: h <- (h + b_0) s_0 + (f(h) + b_1) s_1, ZAYA1"""
+    h = x_0
+    for i in range(s):
+        if form == "affine":
+            skip_scale, skip_bias, bias = (
+                m.p[f"connections.{i}.{name}"] for name in ("skip_scale", "skip_bias", "bias")
+            )
+            h = skip_scale * (h + skip_bias) + m.p[f"connections.{i}.scale"] * (f[i] + bias)
+        else:
+            h = h + m.p[f"connections.{i}.scale"] * f[i]
+    return [h]
 
 
 def deepnorm(m: Model, s: int, x_0: Tensor, f: list[Tensor], form: str = "deepnorm") -> list[Tensor]:
     """h <- Norm(alpha h + f(h)), arXiv 2203.00555 and 2601.19895; the last norm is that before the head."""
-    h, alpha = x_0, 2 * m.depth if form == "keel" else (2 * m.depth) ** 0.25
+    alpha = {"keel": 2 * m.depth, "deepnorm": (2 * m.depth) ** 0.25, "deeploop": (2 * m.depth) ** 0.5}[form]
+    h = x_0
     for i in range(s):
         if form == "keel" and i < 2:  # its first two sublayers are pre-norm
             h = h + f[i]
@@ -298,26 +326,35 @@ def ddl(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
     return [h]
 
 
-def mudd(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
+def mudd(
+    m: Model,
+    s: int,
+    x_0: Tensor,
+    f: list[Tensor],
+    layers: int | None = None,
+    sources: list[int] | None = None,
+) -> list[Tensor]:
     """A = GELU(RMSNorm(X_i) W_1) W_2 + a; x_c = sum_j A_cj X_j for q, k, v and the residual, arXiv 2502.12170"""
 
+    first = 1 if layers is None else max(1, m.depth - layers)
+
     def sums(i: int) -> list[Tensor]:
+        if i < first:
+            return [x[i]] * 4
+        read = [x[j] for j in range(i + 1) if sources is None or j in sources or j == i]
         own = f"connections.{2 * i}"
         low = m.p[f"{own}.w_1.weight"] @ rms_normed(m, x[i])
         low = 0.5 * low * (1 + torch.erf(low / math.sqrt(2)))
         weights = (m.p[f"{own}.w_2.weight"] @ low).view(m.p[f"{own}.a"].shape) + m.p[f"{own}.a"]
-        return [weighted_sum(list(row), x) for row in weights]
+        return [weighted_sum(list(row), read) for row in weights]
 
     x = [x_0]
     for i in range(s // 2):
-        residual = sums(i)[-1] if i else x_0
-        x.append(residual + f[2 * i] + f[2 * i + 1])
+        x.append(sums(i)[-1] + f[2 * i] + f[2 * i + 1])
     layer = s // 2
-    if layer == 0:
-        return [x_0 if s == 0 else x_0 + f[0]]
     if s % 2 == 1:
         return [sums(layer)[-1] + f[s - 1]]
-    return sums(layer)[:3]
+    return sums(layer)[: 1 if layer < first else 3]
 
 
 CONNECTIONS = {
@@ -336,6 +373,9 @@ CONNECTIONS = {
     "hyper_connections": hyper_connections,
     "mhc": mhc,
     "qwen4_exp": qwen4_exp,
+    "wide_residual": wide_residual,
+    "altup": altup,
+    "backout": backout,
     "gated_residual": gated_residual,
     "laurel": laurel,
     "rezero": rezero,

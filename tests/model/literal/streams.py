@@ -112,6 +112,12 @@ def mhc(
         if residual == "permutations":
             matrices = [torch.eye(n, dtype=res.dtype)[list(order)] for order in permutations(range(n))]
             return pre, post, weighted_sum(softmax(list(res)), matrices)
+        if residual == "kronecker":
+            product = torch.ones(1, 1, dtype=res.dtype)
+            for logits in res.split(2):
+                p, q = softmax(list(logits))
+                product = torch.kron(product, torch.stack([torch.stack([p, q]), torch.stack([q, p])]))
+            return pre, post, product
         return pre, post, sinkhorn_knopp(res.view(n, n), iterations, res_eps)
 
     return through_streams(m, s, x_0, f, n, collapse, coefficients, read == "previous")
@@ -140,3 +146,36 @@ def qwen4_exp(m: Model, s: int, x_0: Tensor, f: list[Tensor], num_streams: int =
     low = m.p[f"connections.{s}.down.weight"] @ torch.cat(normed(s)) / n
     gate = torch.sigmoid(m.p[f"connections.{s}.up.weight"] @ (low * torch.sigmoid(low)))
     return [sum(g * x_k for g, x_k in zip(gate.view(n, -1), normed(s), strict=True)) / n]
+
+
+def wide_residual(m: Model, s: int, x_0: Tensor, f: list[Tensor], num_streams: int = 3) -> list[Tensor]:
+    """X_i <- X_i + 2 sigmoid(b_i) f, h = sum_i sigmoid(a_i) X_i, NVIDIA/Megatron-LM, pull request 6716."""
+    x = [x_0] * num_streams
+    for i in range(s):
+        writes = 2 * torch.sigmoid(m.p[f"connections.{i}.write_logits"])
+        x = [x_k + w * f[i] for x_k, w in zip(x, writes, strict=True)]
+    return [weighted_sum(list(torch.sigmoid(m.p[f"connections.{s}.read_logits"])), x)]
+
+
+def altup(m: Model, s: int, x_0: Tensor, f: list[Tensor], num_streams: int = 4) -> list[Tensor]:
+    """Predict, update stream 0, correct; arXiv 2301.13310 in the form of Gemma 3n, transformers 5.23.0."""
+    n = num_streams
+
+    def resized(i: int, connection: int, x: Tensor, like: Tensor) -> Tensor:
+        y = m.p[f"connections.{connection}.proj.{i - 1}.weight"] @ x
+        return y * torch.sqrt((like * like).mean() / (y * y).mean().clamp(min=1e-5))
+
+    def routed(layer: int, x: Tensor) -> Tensor:
+        own = f"connections.{2 * layer}"
+        return torch.tanh(m.p[f"{own}.router"] @ (rms_normed(m, x) * m.p[f"{own}.norm"] / len(x)))
+
+    x = [x_0] + [resized(i, 0, x_0, x_0) for i in range(1, n)]
+    for layer in range(m.depth):
+        a = (m.p[f"connections.{2 * layer}.predict"] @ routed(layer, x[0])).view(n, n)
+        predicted = [x[i] + weighted_sum(list(a[i]), x) for i in range(n)]
+        if s < 2 * layer + 2:
+            return [predicted[0] + sum(f[2 * layer : s])]
+        o = predicted[0] + f[2 * layer] + f[2 * layer + 1]
+        gates = 1 + m.p[f"connections.{2 * layer + 1}.correct"] @ routed(layer, o)
+        x = [p + gate * (o - predicted[0]) for p, gate in zip(predicted, gates, strict=True)]
+    return [(x[0] + sum(resized(i, s, x[i], x[0]) for i in range(1, n))) / n]
