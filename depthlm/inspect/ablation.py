@@ -39,8 +39,9 @@ HOWS = {
     "tokens": {"mean": "with its weight's mean over tokens", "permuted": "with its weight permuted over tokens"},
 }
 WITH_EDGES = (
-    "attention_residuals, attention_residuals_recency, dca and the GRNs, denseformer, depth_attention, depth_qkv, "
-    "embedding_skip, hyper_connections, laurel (pa), mhc, moda, mrla, mudd, uniform_mix, unet_skip, value_residual"
+    "attention_residuals, attention_residuals_recency, backout, dca and the GRNs, denseformer, depth_attention, "
+    "depth_qkv, embedding_skip, hyper_connections, laurel (pa), mhc, moda, mrla, mudd, uniform_mix, unet_skip, "
+    "value_residual"
 )
 INPUTS = ("q", "k", "v", "residual")
 # seconds between writes of what is finished

@@ -196,8 +196,8 @@ PRINTED = ["vanilla", "attention_residuals", "mhc"]
 
 
 @pytest.mark.slow
-def test_the_mechanisms_page_has_the_rows_of_the_overhead_table(monkeypatch, capsys):
-    page = (REPOSITORY / "docs/mechanisms.md").read_text()
+def test_the_page_on_costs_has_the_rows_of_the_overhead_table(monkeypatch, capsys):
+    page = (REPOSITORY / "docs/costs.md").read_text()
     rows = table_of(monkeypatch, capsys)
     assert "4.26e+06" in rows["attention_residuals"]
     for name in PRINTED[1:]:
