@@ -14,10 +14,12 @@ alpha = softmax_j(w . n_j / sqrt(D)), with a query for each of q, k and v in som
 
 Kimi K3 ships with the form above, in blocks of 24 sublayers.
 
-Our addition: with start=identity, a read is (1 - g) x + g h, with the residual stream x, which is the sum of the
-embedding and all outputs, and a parameter g of each read that is initially 0. So the decoder initially equals vanilla,
-and can start from its weights. w is then initially normal: with w = 0, h is x over the number of sources, and g would
-have no gradient behind the norm of a sublayer.
+Delta Attention Residuals (arXiv 2605.18855): with routing=additive, a read is x + h, with the residual stream x, which
+is the sum of the embedding and all outputs. The first sublayer and the final norm read x alone.
+
+Our addition: with start=identity, a read is (1 - g) x + g h, with a parameter g of each read that is initially 0.
+So the decoder initially equals vanilla, and can start from its weights. w is then initially normal: with w = 0, h is x
+over the number of sources, and g would have no gradient behind the norm of a sublayer.
 
 Shapes: s reads, n sources, b batch, t tokens, d hidden size, h heads, e their width.
 """
@@ -34,9 +36,9 @@ from depthlm.fields import TINY
 from depthlm.model.connection import Connection, Cost, Inputs
 from depthlm.model.edges import per_token
 from depthlm.model.figures import Figure
-from depthlm.model.layers import Linear
+from depthlm.model.layers import Linear, ZeroLinear
 from depthlm.model.read_ahead import Partial, ReadAhead
-from depthlm.model.settings import at_least, boolean, check, format_setting, number, one_of
+from depthlm.model.settings import at_least, boolean, check, format_setting, includes, layers_problems, number, one_of
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.attention_residuals.naive import depth_attend
 from depthlm.ops.depth_reduce import interpolated, source_scores, weighted_sum
@@ -50,8 +52,8 @@ class State(NamedTuple):
     """blocks: all sources; within a block, the last one is its running sum.
 
     normed: with values=normed, RMS(b_j) of every source. ahead: for each later read of the phase, out_sbtd, query_sd
-    and lse_sbt over the sources fixed when the phase began, with s = 3 if q, k and v read apart. stream: with
-    start=identity, x.
+    and lse_sbt over the sources fixed when the phase began, with s = 3 if q, k and v read apart. stream: x, if it is
+    read.
     """
 
     blocks: tuple[Tensor, ...]
@@ -69,6 +71,7 @@ class AttentionResiduals(Connection):
         query and key norm.
     key_norm: weighted: the scores use RMSNorm(b_j); plain: an RMSNorm without a weight; none: b_j. Runs of earlier
         versions have true for weighted and false for none.
+    routing: replace: a read is h; additive: x + h.
     norm_eps: the epsilon of the norm of the sources; None: the backbone's.
     values: raw: the sum is over b_j; normed: over b_j / rms(b_j), except in the first sublayer, which reads the
         embedding as it is and has no parameters.
@@ -84,7 +87,7 @@ class AttentionResiduals(Connection):
 
     colour = "#D55E00"
     has_edges = True
-    identity_start = "start=identity"
+    identity_start: str | None = "start=identity"
     why_undefined = "with values=normed, every source has the same size, whatever the factor of its outputs"
 
     def __init__(
@@ -103,6 +106,7 @@ class AttentionResiduals(Connection):
         separate_qkv: int | Sequence[int] | None = None,
         start: str = "paper",
         norm_eps: float | None = None,
+        routing: str = "replace",
     ):
         super().__init__(spec, size, backbone)
         check(
@@ -115,7 +119,8 @@ class AttentionResiduals(Connection):
             one_of(("raw", "normed"), values=values),
             boolean(scale=scale),
             one_of(STARTS, start=start),
-            problems_of_layers(spec.num_layers, separate_qkv),
+            one_of(("replace", "additive"), routing=routing),
+            layers_problems(spec.num_layers, separate_qkv=separate_qkv),
             [] if norm_eps is None else number(TINY, norm_eps=norm_eps),
         )
         if isinstance(key_norm, bool):
@@ -131,13 +136,16 @@ class AttentionResiduals(Connection):
             raise ValueError("scale=true: mixing=scalars has no scores")
         if heads > 1 and (mixing == "scalars" or values == "normed" or separate_qkv is not None):
             raise ValueError(f"heads={heads}: needs values=raw, and neither mixing=scalars nor separate_qkv")
+        self.adds = routing == "additive"
+        if self.adds and start == "identity":
+            raise ValueError("routing=additive: has no start=identity")
         self.window, self.heads = window, heads
         self.block_size = block_size or default_block_size(spec)
         # a read is a multiple of the sum of the embedding and these outputs, and is normalized
         self.accumulates = None if values == "normed" else "sum" if window is None else window * self.block_size
         self.has_gate = start == "identity"
-        if self.has_gate:
-            self.accumulates, self.identity_start = "sum", ""
+        if self.has_gate or self.adds:
+            self.accumulates, self.identity_start = "sum", "" if self.has_gate else None
         self.mixing = mixing
         self.norm_eps = backbone.norm_eps if norm_eps is None else norm_eps
         self.normed = values == "normed"
@@ -149,9 +157,10 @@ class AttentionResiduals(Connection):
         blocks = -(-spec.sublayer // self.block_size)
         self.num_sources = 1 + (blocks if window is None else min(blocks, window))
         self.begins_block = spec.sublayer % self.block_size == 0
-        self.num_inputs = 3 if spec.kind == "attention" and reads_apart(spec.layer, separate_qkv) else 1
-        self.reads_embedding = self.normed and spec.sublayer == 0
-        if self.reads_embedding:
+        self.num_inputs = 3 if spec.kind == "attention" and includes(spec.layer, separate_qkv) else 1
+        # the embedding, or with routing=additive the stream, without an attention
+        self.reads_plain = (spec.sublayer == 0 and (self.normed or self.adds)) or (self.adds and spec.kind == "final")
+        if self.reads_plain:
             return
         passes = 1 if mixing == "scalars" else 2
         self.cost = read_cost(size, self.num_sources, passes, self.num_inputs, self.normed)
@@ -160,9 +169,10 @@ class AttentionResiduals(Connection):
             self.cost = self.cost._replace(two_phase_values=two_phase)
             # the running sum still changes, so it cannot be read ahead
             self.read_ahead = ReadAhead(self, begin, self.extend, self.num_sources - (not self.begins_block))
-        if self.has_gate:
+        if self.has_gate or self.adds:
             # beside the stream, which is that of a residual connection, the sum of the block is written
-            self.cost = gated_cost(self.cost, size, self.num_inputs, sums=not self.begins_block)
+            self.cost = gated_cost(self.cost, size, self.num_inputs, not self.begins_block, 1.0 if self.adds else 3.0)
+        if self.has_gate:
             self.gate = nn.Parameter(torch.empty(self.num_inputs))
             self.fp32_parameters = ("gate",)
         if mixing == "scalars":
@@ -172,7 +182,7 @@ class AttentionResiduals(Connection):
         if query == "static":
             self.query = nn.Parameter(torch.empty(shape))
         else:
-            projection = Linear if self.has_gate else Projection
+            projection = Linear if self.has_gate else ZeroLinear
             self.query_proj = projection(size.hidden_size, size.hidden_size, bias=False)
         if key_norm == "weighted":
             self.key_norm = nn.Parameter(torch.empty(shape))
@@ -187,13 +197,15 @@ class AttentionResiduals(Connection):
 
     def open(self, embedding_btd: Tensor) -> State:
         normed = (rms_norm(embedding_btd, None, self.norm_eps),) if self.normed else ()
-        return State((embedding_btd,), normed, stream=embedding_btd if self.has_gate else None)
+        return State((embedding_btd,), normed, stream=embedding_btd if self.has_gate or self.adds else None)
 
     def read(self, state: State, weights: Any = None) -> tuple[Inputs, tuple[Partial, ...]]:
-        if self.reads_embedding:
-            return state.blocks * self.num_inputs, ()
+        if self.reads_plain:
+            return (state.blocks[0] if state.stream is None else state.stream,) * self.num_inputs, ()
         inputs, ahead = self.attend(state, weights)
-        if state.stream is not None:
+        if state.stream is not None and self.adds:
+            inputs = tuple([state.stream + h for h in inputs])
+        elif state.stream is not None:
             inputs = tuple(interpolated(state.stream, h, g) for h, g in zip(inputs, self.gate, strict=True))
         return inputs, ahead
 
@@ -211,14 +223,14 @@ class AttentionResiduals(Connection):
     def weights(self, state: State) -> list[Tensor]:
         """Return, for each input, the weights of b_j: alpha_nbt or alpha_n, with values=normed divided by rms(b_j)."""
         alphas = self.alphas(state)
-        if not self.normed or self.reads_embedding:
+        if not self.normed or self.reads_plain:
             return alphas
         squares_nbt = torch.stack([upcast(b_btd).square().mean(-1) for b_btd in state.blocks])
         return [alpha_nbt * (squares_nbt + self.norm_eps).rsqrt() for alpha_nbt in alphas]
 
     def alphas(self, state: State) -> list[Tensor]:
         """Return, for each input, alpha_nbt of the sources, alpha_n for scalars, or alpha_nbth with heads."""
-        if self.reads_embedding:
+        if self.reads_plain:
             return [state.blocks[0].new_ones(1)] * self.num_inputs
         if self.mixing == "scalars":
             alpha_n = self.scores.softmax(0)
@@ -260,25 +272,20 @@ class AttentionResiduals(Connection):
         return sources if self.window is None else (*sources[:1], *sources[1:][-self.window :])
 
     def figures(self, state: State) -> list[Figure]:
+        if self.adds and self.reads_plain:
+            return []
         size = self.block_size
         sources = "then sublayer outputs" if size == 1 else f"then blocks of {size} sublayers"
         alphas = self.alphas(state)
         if self.window is not None:
             sources = f"then the newest of {'sublayer outputs' if size == 1 else f'blocks of {size} sublayers'}"
-        gates = [gate_figure(self.gate)] if self.has_gate and not self.reads_embedding else []
+        gates = [gate_figure(self.gate)] if self.has_gate and not self.reads_plain else []
         shared = figure(alphas[0].mean(-1) if self.heads > 1 else alphas[0], sources)
         if self.num_inputs == 1:
             return [shared, *gates]
         # other layers may have a single input, whose figure has no panels
         separate = shared._replace(name=f"{shared.name}_qkv", values=torch.stack(alphas))
         return [separate._replace(axes=("panel", *shared.axes), panels=("q", "k", "v")), *gates]
-
-
-class Projection(nn.Linear):
-    """A linear layer that is initialized to zero."""
-
-    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
-        tensor.zero_()
 
 
 def split(sources: Sequence[Tensor], heads: int) -> list[Tensor]:
@@ -290,23 +297,6 @@ def split(sources: Sequence[Tensor], heads: int) -> list[Tensor]:
 def default_block_size(spec: SublayerSpec) -> int:
     """Return the block size that gives at most eight blocks; the paper recommends about eight."""
     return -(-2 * spec.num_layers // 8)
-
-
-def problems_of_layers(num_layers: int, separate_qkv: Any) -> list[str]:
-    """Report a setting `separate_qkv` that is neither None, nor a period, nor a list of layers."""
-    if isinstance(separate_qkv, Sequence) and not isinstance(separate_qkv, str):
-        if all(type(layer) is int and 0 <= layer < num_layers for layer in separate_qkv):
-            return []
-        return [f"separate_qkv={format_setting(list(separate_qkv))}: the layers must be from 0 to {num_layers - 1}"]
-    problems = at_least(1, separate_qkv=separate_qkv, optional=True)
-    return [f"{problem}, or a list of layers" for problem in problems]
-
-
-def reads_apart(layer: int, separate_qkv: int | Sequence[int] | None) -> bool:
-    """Return whether q, k and v of a layer have inputs of their own."""
-    if separate_qkv is None:
-        return False
-    return (layer + 1) % separate_qkv == 0 if isinstance(separate_qkv, int) else layer in separate_qkv
 
 
 def queries_of(readers: Sequence[Any]) -> Tensor:
@@ -365,11 +355,14 @@ def two_phase_values(
     return float((in_hidden_states + (2 if normed else 0)) * size.hidden_size)
 
 
-def gated_cost(cost: Cost, size: Size, num_reads: int, sums: bool = False) -> Cost:
-    """Return a cost with that of (1 - g) x + g h for each read. sums: whether one more sum of outputs is written."""
+def gated_cost(cost: Cost, size: Size, num_reads: int, sums: bool = False, flops: float = 3.0) -> Cost:
+    """Return a cost with that of (1 - g) x + g h for each read. sums: whether one more sum of outputs is written.
+
+    flops: of a read, for each dimension.
+    """
     values = 3.0 * (num_reads + sums) * size.hidden_size
     two_phases = None if cost.two_phase_values is None else cost.two_phase_values + values
-    return Cost(cost.flops + (3.0 * num_reads + sums) * size.hidden_size, cost.io_values + values, two_phases)
+    return Cost(cost.flops + (flops * num_reads + sums) * size.hidden_size, cost.io_values + values, two_phases)
 
 
 def gate_figure(gate: Tensor) -> Figure:

@@ -18,11 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthlm.mechanisms.attention_residuals import Projection
 from depthlm.model.connection import Connection, Cost, Inputs
 from depthlm.model.figures import Figure
-from depthlm.model.layers import Linear
-from depthlm.model.settings import at_least, check, format_setting
+from depthlm.model.layers import Linear, ZeroLinear
+from depthlm.model.settings import at_least, check, includes, layers_problems
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.depth_reduce import weighted_sum
 from depthlm.ops.dtypes import upcast
@@ -43,7 +42,7 @@ class Mudd(Connection):
 
     layers: k: only the last k (unrolled) layers and the final read have sums, and the others are those of vanilla, as
         in the record run of modded-nanogpt (pull request 259, with one layer); None: all layers.
-    sources: the j of the X_j that are read beside the newest, such as [0, 8]; None: all.
+    sources: the j of the X_j that are read beside the newest: a list, or k: every k-th; None: all.
     """
 
     colour = "#E7298A"
@@ -57,16 +56,12 @@ class Mudd(Connection):
         size: Size,
         backbone: Backbone,
         layers: int | None = None,
-        sources: Sequence[int] | None = None,
+        sources: int | Sequence[int] | None = None,
     ):
         super().__init__(spec, size, backbone)
-        check(at_least(1, layers=layers, optional=True))
-        read = list(range(spec.num_layers)) if sources is None else list(sources)
-        if read != sorted({j for j in read if type(j) is int and 0 <= j < spec.num_layers}):
-            raise ValueError(
-                f"sources={format_setting(read)}: must be different numbers from 0 to {spec.num_layers - 1}, in order"
-            )
+        check(at_least(1, layers=layers, optional=True), layers_problems(spec.num_layers, sources=sources))
         self.eps = backbone.norm_eps
+        read = [j for j in range(spec.layer + 1) if sources is None or includes(j, sources)]
         self.keeps_newest = spec.layer in read
         self.sources = (*(j for j in read if j < spec.layer), spec.layer)
         self.sums = spec.kind != "mlp" and spec.layer >= max(1, spec.num_layers - (layers or spec.num_layers))
@@ -77,7 +72,7 @@ class Mudd(Connection):
             self.a = nn.Parameter(torch.empty(self.num_sums, n))
             self.optimizer_settings = {"a": {"weight_decay": 0.0}}
             self.w_1 = Linear(d, self.num_sums * n, bias=False)
-            self.w_2 = Projection(self.num_sums * n, self.num_sums * n, bias=False)
+            self.w_2 = ZeroLinear(self.num_sums * n, self.num_sums * n, bias=False)
             # X_i is read for A
             self.cost = Cost(2.0 * self.num_sums * n * d, float(d * (1 + self.num_sums * (n + 1))))
 

@@ -43,6 +43,13 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+class ZeroLinear(nn.Linear):
+    """A linear layer that is initialized to zero."""
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
+        tensor.zero_()
+
+
 class GatedLinear(Linear):
     """A linear layer that need not save its input for the backward pass where that is silu(gate) * up.
 

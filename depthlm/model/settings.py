@@ -1,7 +1,7 @@
 """Checks of a mechanism's settings. Each returns one line per problem, which starts with the setting and its value."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def check(*problems: list[str]) -> None:
@@ -37,6 +37,24 @@ def one_of(choices: Iterable[str | int], **settings: object) -> list[str]:
         for name, value in settings.items()
         if not any(value == choice and type(value) is type(choice) for choice in allowed)
     ]
+
+
+def layers_problems(num_layers: int, **settings: object) -> list[str]:
+    """Report the settings that are neither None, nor a period, nor a list of layers (see `includes`)."""
+    problems = []
+    for name, value in settings.items():
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            problems += [f"{each}, or a list of layers" for each in at_least(1, **{name: value}, optional=True)]
+        elif not all(type(layer) is int and 0 <= layer < num_layers for layer in value):
+            problems.append(f"{name}={format_setting(list(value))}: the layers must be from 0 to {num_layers - 1}")
+    return problems
+
+
+def includes(layer: int, layers: int | Sequence[int] | None) -> bool:
+    """Return whether a layer is one of every k-th, for a period k, or of a list of layers. None: no layer."""
+    if layers is None:
+        return False
+    return (layer + 1) % layers == 0 if isinstance(layers, int) else layer in layers
 
 
 def boolean(**settings: object) -> list[str]:

@@ -73,6 +73,7 @@ def of_formulas(model: Decoder, name: str, settings: dict[str, Any], tokens_bt: 
         ("attention_residuals", {"block_size": 3, "query": "input_dependent"}),
         ("attention_residuals", {"block_size": 3, "separate_qkv": [1]}),
         ("attention_residuals", {"block_size": 1, "window": 2, "heads": 4}),
+        ("attention_residuals", {"block_size": 3, "routing": "additive"}),
         ("attention_residuals_recency", {"block_size": 2}),
         ("dca", {"last_k": 1, "gate": "printed"}),
         ("dca", {"last_k": 2, "own_embedding": False, "separate_qkv": False}),

@@ -40,6 +40,8 @@ CONNECTION_SETTINGS = [
     ("attention_residuals", INKLING | {"separate_qkv": 2} | IDENTITY),
     ("attention_residuals", {"block_size": 1, "window": 2, "heads": 4} | IDENTITY),
     ("attention_residuals", {"block_size": 3, "mixing": "scalars"} | IDENTITY),
+    ("attention_residuals", {"block_size": 3, "routing": "additive"}),
+    ("attention_residuals", INKLING | {"separate_qkv": 2, "routing": "additive"}),
     ("attention_residuals_recency", {}),
     ("attention_residuals_recency", {"block_size": 3} | IDENTITY),
     ("attention_residuals_recency", {"block_size": 3}),

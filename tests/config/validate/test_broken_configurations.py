@@ -137,6 +137,12 @@ BROKEN: list[tuple[str, dict[str, str]]] = [
     ),
     ("model=attention_residuals", {"model.connection.separate_qkv=[4]": "from 0 to 3"}),
     (
+        "model=attention_residuals model.connection.routing=additive",
+        {"model.connection.start=identity": "has no start"},
+    ),
+    ("model=mudd", {"model.connection.sources=[4]": "from 0 to 3", "model.connection.layers=0": "at least 1"}),
+    ("model/connection=backout", {"model.connection.layer=9": "the layers of this decoder are 0 to 3"}),
+    (
         "model=attention_residuals model.connection.values=normed",
         {"model.connection.key_norm=none": "needs key_norm=weighted or plain"},
     ),

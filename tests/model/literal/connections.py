@@ -58,12 +58,21 @@ def attention_residuals(
     separate_qkv: int | list[int] | None = None,
     start: str = "paper",
     norm_eps: float | None = None,
+    routing: str = "replace",
 ) -> list[Tensor]:
     """h = sum_j alpha_j b_j, alpha = softmax_j(w . RMSNorm(b_j)), arXiv 2603.15031.
 
     b_0 is the embedding, b_n the sum of the outputs of block n. The current block counts with its outputs so far.
-    Inkling 2: the values are normalized too, and q, k and v have queries of their own in some layers.
+    Inkling 2: the values are normalized too, and q, k and v have queries of their own in some layers. Delta Attention
+    Residuals, arXiv 2605.18855: the input is the embedding plus all outputs, plus h; the first and the last lack h.
     """
+    if routing == "additive":
+        settings = block_size, query, mixing, key_norm, values, scale, window, heads, separate_qkv
+        plain = s in (0, 2 * m.depth)
+        inputs = (
+            attention_residuals(m, s, x_0, f, *settings, norm_eps=norm_eps) if not plain else [torch.zeros_like(x_0)]
+        )
+        return [sum(f, x_0) + h for h in inputs]
     layer, apart = s // 2, separate_qkv or []
     apart = list(range(apart - 1, m.depth, apart)) if isinstance(apart, int) else apart
     reads = 3 if s % 2 == 0 and layer in apart else 1
