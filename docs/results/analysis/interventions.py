@@ -1,6 +1,6 @@
 """The committed records of interventions on the trained models of docs/results, one line per run.
 
-    python benchmarks/study/interventions.py 12     # adds those of the complete runs in 12 layers
+    python docs/results/analysis/interventions.py 12     # adds those of the complete runs in 12 layers
 
 The run directories must exist. A line has the losses of the model, of the model whose weights over depth all have
 their means over the tokens, and of the model if its reads keep 8, 4 or 2 sources. Its rank correlation, over `edges`
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
-from benchmarks.study.archive import ARCHIVE, lines_of, points_of, write_lines
 from depthlm.build import load_checkpoint
 from depthlm.errors import UserError
 from depthlm.inspect.ablation import ablate
@@ -27,6 +26,7 @@ from depthlm.inspect.pruning import prune
 from depthlm.model import Decoder
 from depthlm.model.edges import Edit, Kept
 from depthlm.runs.checkpoints import newest_checkpoint
+from docs.results.analysis.archive import ARCHIVE, lines_of, points_of, write_lines
 
 NAME = "interventions"
 TOKENS, MEASURED = 8192, 65_536

@@ -10,13 +10,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from benchmarks.study import archive, page, transfer
 from depthlm.config import compose_anywhere
 from depthlm.config.saved import compare
 from depthlm.machine import environment
 from depthlm.sweeps import Point
+from docs.results.analysis import archive, page, transfer
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def records() -> page.Records:
 @pytest.mark.slow
 def test_the_tables_of_the_page_are_those_of_the_records(records):
     text = page.PAGE.read_text()
-    assert page.with_blocks(text, page.blocks(records)) == text, "run `python benchmarks/study/page.py`"
+    assert page.with_blocks(text, page.blocks(records)) == text, "run `python docs/results/analysis/page.py`"
 
 
 def test_the_tables_on_transfer_are_those_of_the_records(monkeypatch):
@@ -43,9 +43,10 @@ def test_the_tables_on_transfer_are_those_of_the_records(monkeypatch):
     # a release composes the names of all of them, which takes longer than all else
     directory = property(lambda point: known[key(point.settings, "model", "parametrization")])
     monkeypatch.setattr(Point, "directory", directory)
-    text, checked = transfer.PAGE.read_text(), json.loads(transfer.COORDINATES.read_text())
-    blocks = transfer.blocks(archive.rows_of("transfer"), checked)
-    assert page.with_blocks(text, blocks) == text, "run `python benchmarks/study/transfer.py`"
+    text = transfer.PAGE.read_text()
+    assert page.with_blocks(text, transfer.blocks(transfer.read_rows())) == text, (
+        "run `python docs/results/analysis/page.py`"
+    )
 
 
 def nested(settings: dict[str, object]) -> object:

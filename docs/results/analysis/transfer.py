@@ -1,25 +1,17 @@
-"""Write the tables and pictures of docs/results/transfer.md: the coordinate check, and rates over width and depth.
-
-    python benchmarks/study/transfer.py
-
-The tables replace the blocks of the page, from the committed records of the runs and of benchmarks/coordinate_check.py.
-"""
+"""The tables and pictures of docs/results/transfer.md: the coordinate check, and rates over width and depth."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.coordinate_check import draw
 from benchmarks.shared.reporting import FOLDER
-from benchmarks.study.archive import RESULTS, rows_of
-from benchmarks.study.page import with_blocks
 from depthlm.config.experiment import VALIDATION_LOSS
-from depthlm.files import replace_text
 from depthlm.report.figures.style import shade
 from depthlm.report.rows import Row, measure_column
-from depthlm.report.tables import DASH, Cell, Table, markdown, number_text
+from depthlm.report.tables import DASH, Cell, Table, cells, markdown, number_text
 from depthlm.runs.plots import MARKERS, grid, save, subplots
+from docs.results.analysis.archive import RESULTS, rows_of
 
 PAGE = RESULTS / "transfer.md"
 COORDINATES = FOLDER / "coordinate-check-xeon-2-cores.json"
@@ -27,33 +19,31 @@ BASE, LABELS = "base size", ("standard", "CompleteP")
 TASKS = (BASE, "width x 2", "width x 4", "depth x 2", "depth x 4")
 
 
-def main() -> None:
-    rows, checked = rows_of("transfer"), json.loads(COORDINATES.read_text())
-    replace_text(PAGE, with_blocks(PAGE.read_text(), blocks(rows, checked)))
-    draw(checked, "vanilla", RESULTS / "coordinate_check.png")
-    draw_rates(rows, RESULTS / "transfer.png")
-    print(f"written to {PAGE}")
+def read_rows() -> list[Row]:
+    """Return the rows of the experiment, with its committed runs."""
+    return rows_of("transfer")
 
 
-def blocks(rows: Sequence[Row], checked: dict[str, Any]) -> dict[str, str]:
+def blocks(rows: Sequence[Row]) -> dict[str, str]:
     """Return the tables of the page, as Markdown, by the names of their blocks."""
-    return {"coordinates": markdown(coordinates(checked)), "rates": markdown(rates(rows))}
+    return {"coordinates": markdown(coordinates()), "rates": markdown(rates(rows))}
 
 
-def coordinates(checked: dict[str, Any]) -> Table:
+def draw_all(rows: Sequence[Row], folder: Path) -> None:
+    """Draw the pictures of the page into a folder."""
+    draw(json.loads(COORDINATES.read_text()), "vanilla", folder / "coordinate_check.png")
+    draw_rates(rows, folder / "transfer.png")
+
+
+def coordinates() -> Table:
     """Return by what factor the changes of each mechanism grow from the base size to the largest width and depth."""
-    rows = []
+    checked, rows = json.loads(COORDINATES.read_text()), []
     for model, by_axis in checked["changes"].items():
-        cells = [Cell(model)]
-        for axis, name in (
-            ("width", "standard"),
-            ("width", "completep"),
-            ("depth", "standard"),
-            ("depth", "completep"),
-        ):
-            first, *_, last = by_axis[axis][name]
-            cells.append(Cell(", ".join(f"{last[part] / first[part]:.2f}" for part in ("outputs", "hidden"))))
-        rows.append(cells)
+        curves = [by_axis[axis][name] for axis in ("width", "depth") for name in ("standard", "completep")]
+        texts = (
+            ", ".join(f"{last[part] / first[part]:.2f}" for part in ("outputs", "hidden")) for first, *_, last in curves
+        )
+        rows.append(cells([model, *texts]))
     head = [f"{axis} x {checked['factors'][axis][-1]}, {name}" for axis in ("width", "depth") for name in LABELS]
     return Table(["outputs, hidden state", *head], rows)
 
@@ -106,7 +96,3 @@ def draw_rates(rows: Sequence[Row], path: Path) -> None:
         panel.set_xlabel("peak learning rate of the base size")
     figure.supylabel("validation loss", fontsize="medium")
     save(figure, path, "experiment=depthlm/transfer, one seed; rings: the lowest loss of a curve")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """The committed records of the runs of docs/results, one JSON Lines file per experiment.
 
-    python benchmarks/study/archive.py              # adds the complete runs to the records
-    python benchmarks/study/archive.py --missing    # prints the overrides of each run that has no record yet
+    python docs/results/analysis/archive.py              # adds the complete runs to the records
+    python docs/results/analysis/archive.py --missing    # prints the overrides of each run that has no record yet
 
 Runs that are recorded already stay as they are, also where their directories are gone.
 
@@ -28,10 +28,10 @@ from depthlm.runs.records import COMPLETE, FAILED, WAITING, RunRecord, read_run
 from depthlm.sweeps import Point, sweep_points
 from depthlm.sweeps.best import has_result
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+RESULTS = Path(__file__).resolve().parents[1]
 ARCHIVE = RESULTS / "runs"
 # the speeds measured by benchmarks/mechanisms.py
-TIMES = Path(__file__).resolve().parents[1] / "results"
+TIMES = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 EXPERIMENTS = (
     "depth",
     "sizes",

@@ -1,8 +1,8 @@
-"""Write the tables and pictures of docs/results from the committed records of its runs.
+"""Write the tables and pictures of docs/results from the committed records of its runs and of the coordinate check.
 
-    python benchmarks/study/page.py
+    python docs/results/analysis/page.py
 
-The tables replace the blocks between `<!-- name -->` and `<!-- end -->` in docs/results/README.md.
+The tables replace the blocks between `<!-- name -->` and `<!-- end -->` in README.md and transfer.md.
 """
 
 import re
@@ -11,13 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study import depth
-from benchmarks.study.archive import RESULTS, lines_of, points_of, sweep_of
-from benchmarks.study.differences import row_of, with_deviation
-from benchmarks.study.interventions import COSTS
-from benchmarks.study.pictures import draw_choices, draw_differences, draw_interventions, draw_slopes
-from benchmarks.study.sizes import (
-    against,
+from depthlm.files import replace_text
+from depthlm.report.figures.scaling import draw_scaling
+from depthlm.report.rows import Row, number
+from depthlm.report.scaling_laws import curves, fit_table, savings
+from depthlm.report.sweep import Sweep
+from depthlm.report.tables import Table, cells, markdown, number_text, signed_text
+from depthlm.runs.records import WAITING
+from depthlm.sweeps import Point
+from docs.results.analysis import depth, transfer
+from docs.results.analysis.archive import RESULTS, lines_of, points_of, sweep_of
+from docs.results.analysis.differences import row_of, with_deviation
+from docs.results.analysis.interventions import COSTS
+from docs.results.analysis.pictures import draw_choices, draw_differences, draw_interventions, draw_slopes
+from docs.results.analysis.sizes import (
+    VIEWS_WITH_TIME,
+    against_vanilla,
     at_every_size,
     changes,
     costs,
@@ -25,22 +34,13 @@ from benchmarks.study.sizes import (
     losses,
     needs,
     shapes,
-    views_of,
     with_depth,
 )
-from depthlm.files import replace_text
-from depthlm.report.figures.scaling import draw_scaling
-from depthlm.report.rows import Row, number, over_seeds
-from depthlm.report.scaling_laws import curves, fit_table, savings
-from depthlm.report.sweep import Sweep
-from depthlm.report.tables import Table, cells, markdown, number_text, signed_text
-from depthlm.runs.records import WAITING
-from depthlm.sweeps import Point
 
 PAGE = RESULTS / "README.md"
 # the layers of the models with interventions
 LAYERS = "12"
-# the lines of benchmarks/study/interventions.py, by mechanism
+# the lines of interventions.py, by mechanism
 Results = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
@@ -60,10 +60,13 @@ def read_records() -> Records:
 
 
 def main() -> None:
-    records = read_records()
-    replace_text(PAGE, with_blocks(PAGE.read_text(), blocks(records)))
+    records, rows = read_records(), transfer.read_rows()
+    pages = {PAGE: blocks(records), transfer.PAGE: transfer.blocks(rows)}
+    for page, content in pages.items():
+        replace_text(page, with_blocks(page.read_text(), content))
     draw_all(records, RESULTS)
-    print(f"written to {PAGE}")
+    transfer.draw_all(rows, RESULTS)
+    print(f"written to {', '.join(map(str, pages))}")
 
 
 def draw_all(records: Records, folder: Path) -> None:
@@ -75,9 +78,8 @@ def draw_all(records: Records, folder: Path) -> None:
     place = f"experiment=depthlm/depth, {LAYERS} layers"
     draw_interventions(records.interventions, folder / "interventions.png", place)
     sizes = at_every_size(with_depth(records.sizes, records.depth))
-    views = views_of(sizes)
-    fitted = curves(sizes, views)
-    draw_scaling(sizes, fitted, savings(sizes, fitted), folder / "scaling.png", views)
+    fitted = curves(sizes, VIEWS_WITH_TIME)
+    draw_scaling(sizes, fitted, savings(sizes, fitted), folder / "scaling.png", VIEWS_WITH_TIME)
 
 
 def with_blocks(text: str, content: Mapping[str, str]) -> str:
@@ -90,8 +92,6 @@ def blocks(records: Records) -> dict[str, str]:
     """Return the tables of the page, as Markdown, by the names of their blocks."""
     study, own = depth.study_of(records.depth), with_depth(records.sizes, records.depth)
     sizes = at_every_size(own)
-    others = {row.settings["model"]: (row.settings["model"], "vanilla") for row in sizes.rows}
-    others.pop("vanilla")
     tables = {
         "spent": spent(records),
         "answers": depth.answers(study),
@@ -100,7 +100,7 @@ def blocks(records: Records) -> dict[str, str]:
         "equal": depth.differences(study, equal=True),
         "rivals": depth.rivals(study),
         "losses": losses(sizes),
-        "against": against(sizes, "minus vanilla", others),
+        "against": against_vanilla(sizes),
         "fits": fit_table(sizes, curves(sizes)),
         "needs": needs(sizes),
         "interventions": interventions_table(records.interventions),
@@ -146,10 +146,10 @@ def interventions_table(results: Results) -> Table:
     table = []
     for model, lines in results.items():
         ranks = [line["rank"] for line in lines if line.get("rank") is not None]
-        texts = [f"{lines[0].get('edges', 0)}", with_deviation(over_seeds(ranks), 2)]
+        texts = [f"{lines[0].get('edges', 0)}", with_deviation(ranks, 2)]
         for name in COSTS:
             added = [line[name] - line["loss"] for line in lines if name in line]
-            texts.append(with_deviation(over_seeds(added), text=signed_text))
+            texts.append(with_deviation(added, text=signed_text))
         table.append(cells([model, *texts]))
     return Table(["mechanism", "edges", "rank correlation", *COSTS.values()], table)
 
@@ -158,7 +158,7 @@ def repeated(records: Records) -> list[tuple[Point, dict[str, Any]]]:
     """Return the runs that the page repeats, with their lines: of each study, on its type of processor, a short one."""
     rows = {
         "sizes": row_of(records.sizes, model="vanilla", size="nano_60k"),
-        "depth": row_of(records.depth, model="vanilla", size__num_layers="6"),
+        "depth": row_of(records.depth, **{"model": "vanilla", "size.num_layers": "6"}),
     }
     points = {name: row.points[row.seeds.index("1")] for name, row in rows.items()}
     return [(point, lines_of(name)[Path(point.directory).name]) for name, point in points.items()]

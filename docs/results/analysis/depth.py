@@ -8,7 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
-from benchmarks.study.differences import (
+from depthlm.report.choice import Group, groups_of
+from depthlm.report.rows import Measured, by_seed, measure_column, over_seeds, pool_deviations, student_t
+from depthlm.report.sweep import Sweep
+from depthlm.report.tables import DASH, Cell, Table, cells, number_text
+from docs.results.analysis.differences import (
     Difference,
     corrected,
     difference_cell,
@@ -16,11 +20,6 @@ from benchmarks.study.differences import (
     with_deviation,
     with_interval,
 )
-from depthlm.report.choice import Group, groups_of
-from depthlm.report.rows import Measured, by_seed, measure_column, over_seeds, pool_deviations, student_t
-from depthlm.report.sweep import Sweep
-from depthlm.report.tables import DASH, Cell, Table, cells, number_text
-from depthlm.runs.records import FAILED
 
 STATIC = ("embedding_skip", "unet_skip", "value_residual", "uniform_mix", "denseformer")
 LEARNED = (
@@ -36,9 +35,8 @@ LEARNED = (
 GROUPS = {"learned": LEARNED, "static": STATIC}
 # the mechanisms of this study with which the paper of Depth-Attention compares it
 RIVALS = ("uniform_mix", "denseformer", "attention_residuals", "mhc")
-SEEDS = 3
-# vanilla with a wider MLP
-WIDER = ("vanilla, wider", "vanilla, widest")
+# vanilla with its own MLP and with wider ones
+WIDTHS = ("vanilla", "vanilla, wider", "vanilla, widest")
 EQUAL = " with equal parameters"
 # where the losses of seeds differ more, a run may have failed
 LARGEST_DEVIATION = 0.1
@@ -51,62 +49,43 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True)
 class Study:
-    """The reported validation losses, by mechanism, number of layers and seed.
+    """The reported validation losses, by mechanism, number of layers and seed. parameters: outside the embedding."""
 
-    planned: also the places without runs. parameters: outside the embedding. failed: places of runs that diverged.
-    """
-
-    planned: Collection[Place]
     losses: Mapping[Place, Mapping[str, float]]
     parameters: Mapping[Place, int]
-    failed: Collection[Place] = ()
 
     @property
     def layers(self) -> list[int]:
         """The numbers of layers."""
-        return sorted({layers for _, layers in self.planned})
+        return sorted({layers for _, layers in self.losses})
 
     def depths(self, model: str, equal: bool = False, without: Collection[Place] = ()) -> list[int]:
-        """Return the numbers of layers at which a mechanism is compared with vanilla, in a complete study."""
-        bases = ("vanilla", *WIDER) if equal else ("vanilla",)
+        """Return the numbers of layers at which a mechanism is compared with vanilla."""
+        bases = WIDTHS if equal else WIDTHS[:1]
         return [n for n in self.layers if not any((name, n) in without for name in (model, *bases))]
 
     def vanilla_with(self, layers: int, parameters: int) -> dict[str, float]:
-        """Return vanilla's loss by seed at a number of parameters, by a power law between the two beside it.
-
-        Empty while one of vanilla's widths has no losses.
-        """
-        places = [(name, layers) for name in ("vanilla", *WIDER) if (name, layers) in self.planned]
-        if not all(place in self.losses for place in places):
-            return {}
+        """Return vanilla's loss by seed at a number of parameters, by a power law between the two beside it."""
+        places = [(name, layers) for name in WIDTHS if (name, layers) in self.losses]
         points = [(self.parameters[place], self.losses[place]) for place in places]
         upper = next((n for n, (count, _) in enumerate(points) if n and count >= parameters), len(points) - 1)
         (few, small), (many, large) = points[upper - 1], points[upper]
         share = math.log(parameters / few) / math.log(many / few)
-        return {seed: small[seed] ** (1 - share) * large[seed] ** share for seed in small if seed in large}
+        return {seed: small[seed] ** (1 - share) * large[seed] ** share for seed in small}
 
     def gaps(self, model: str, equal: bool = False, without: Collection[Place] = ()) -> Gaps:
         """Return by how much a mechanism's losses exceed vanilla's. equal: those of vanilla with equal parameters."""
         gaps = {}
         for layers in self.depths(model, equal, without):
-            losses, base = (self.losses.get((name, layers), {}) for name in (model, "vanilla"))
-            if equal and losses:
+            losses, base = (self.losses[name, layers] for name in (model, "vanilla"))
+            if equal:
                 base = self.vanilla_with(layers, self.parameters[model, layers])
-            gaps |= {(layers, seed): losses[seed] - base[seed] for seed in losses if seed in base}
+            gaps |= {(layers, seed): losses[seed] - base[seed] for seed in losses}
         return gaps
 
-    def slope(
-        self, model: str, equal: bool = False, without: Collection[Place] = (), level: float = 0.95
-    ) -> Difference | None:
-        """Return the slope of a mechanism's differences from vanilla; None while a depth is missing."""
-        return slope(self.gaps(model, equal, without), self.depths(model, equal, without), level)
-
-    def unstable(self) -> tuple[Place, ...]:
-        """Return the places where a run diverged, or may have failed, since the seeds differ much."""
-        deviating = (
-            place for place, by in self.losses.items() if len(by) > 1 and stdev(by.values()) > LARGEST_DEVIATION
-        )
-        return tuple(dict.fromkeys([*self.failed, *deviating]))
+    def unstable(self) -> list[Place]:
+        """Return the places where a run may have failed, since the seeds differ much."""
+        return [place for place, losses in self.losses.items() if stdev(losses.values()) > LARGEST_DEVIATION]
 
     def failing(self) -> list[str]:
         """Return the mechanisms with such places."""
@@ -116,35 +95,25 @@ class Study:
 
 def study_of(sweep: Sweep) -> Study:
     """Return the reported losses of a sweep."""
-    planned, losses, parameters, failed = [], {}, {}, []
-    for row in [*sweep.selection, *sweep.rows]:
+    losses, parameters = {}, {}
+    for row, config in zip(sweep.rows, sweep.configs, strict=True):
         layers, _, width = row.parts["task"].partition(" layers")
         place = f"{row.settings['model']}{width}", int(layers)
-        planned.append(place)
-        if row.points[0].selects:
-            continue
-        failed += [place for run in row.runs if run.state == FAILED][:1]
-        if by := by_seed(row, sweep.first[1]):
-            losses[place] = by
-            size = sweep.configs[sweep.rows.index(row)].size
-            total = next(run.summary["parameters"] for run in row.runs if "parameters" in run.summary)
-            parameters[place] = total - size.vocab_size * size.hidden_size
-    return Study(dict.fromkeys(planned), losses, parameters, failed)
+        losses[place] = by_seed(row, sweep.first[1])
+        parameters[place] = row.runs[0].summary["parameters"] - config.size.vocab_size * config.size.hidden_size
+    return Study(losses, parameters)
 
 
-def slope(gaps: Gaps, depths: Sequence[int], level: float = 0.95) -> Difference | None:
+def slope(gaps: Gaps, level: float = 0.95) -> Difference:
     """Return the slope of a least-squares line over the base-2 logarithm of the layers.
 
-    depths: where gaps are needed; None without them, with fewer than two, or with fewer than three gaps. level: of the
-    wider interval.
+    level: of the wider interval.
     """
     from scipy.stats import linregress
 
-    if {layers for layers, _ in gaps} != {*depths} or len(depths) < 2 or len(gaps) < 3:
-        return None
     line = linregress([math.log2(layers) for layers, _ in gaps], [*gaps.values()])
     half, wide = (student_t(len(gaps) - 2, share) * line.stderr for share in (0.95, level))
-    return Difference(line.slope, line.slope - half, line.slope + half, len(gaps), abs(line.slope) > wide)
+    return Difference(line.slope, line.slope - half, line.slope + half, abs(line.slope) > wide)
 
 
 def groups_without(*models: str) -> dict[str, tuple[str, ...]]:
@@ -153,24 +122,20 @@ def groups_without(*models: str) -> dict[str, tuple[str, ...]]:
 
 
 def group_gaps(study: Study, models: Sequence[str], equal: bool = False, without: Collection[Place] = ()) -> Gaps:
-    """Return the mean of the gaps of some mechanisms, where all of them have one.
+    """Return the mean of the gaps of some mechanisms.
 
     Where a mechanism is left out, its own line through its other depths stands for it: without it, the level of the
     mechanism would become a slope of the group.
     """
     every = {model: {**study.gaps(model, equal, without)} for model in models}
-    depths = study.depths("vanilla", equal, without)
     for model, gaps in every.items():
-        if missing := [layers for layers in depths if (model, layers) in without]:
-            line = study.slope(model, equal, without)
-            if line is None:
-                return {}
+        if missing := [n for n in study.depths("vanilla", equal, without) if (model, n) in without]:
+            line, mean = slope(gaps), fmean(gaps.values())
             centre = fmean(math.log2(layers) for layers, _ in gaps)
-            mean = fmean(gaps.values())
             seeds = {seed for _, seed in gaps}
             gaps |= {(n, seed): mean + line.mean * (math.log2(n) - centre) for n in missing for seed in seeds}
-    first, *others = every.values()
-    return {key: fmean(gaps[key] for gaps in every.values()) for key in first if all(key in gaps for gaps in others)}
+    first = next(iter(every.values()))
+    return {key: fmean(gaps[key] for gaps in every.values()) for key in first}
 
 
 def means_of(gaps: Gaps) -> Gaps:
@@ -178,60 +143,18 @@ def means_of(gaps: Gaps) -> Gaps:
     return {(n, ""): fmean(gap for (layers, _), gap in gaps.items() if layers == n) for n, _ in gaps}
 
 
-def between_mechanisms(first: Sequence[Difference | None], second: Sequence[Difference | None]) -> Difference | None:
+def between_mechanisms(first: Sequence[float], second: Sequence[float]) -> Difference:
     """Return the difference of the mean slopes of two groups, with Welch's interval over their mechanisms."""
     from scipy.stats import ttest_ind
 
-    if None in first or None in second:
-        return None
-    slopes = [[number.mean for number in numbers if number is not None] for numbers in (first, second)]
-    low, high = ttest_ind(*slopes, equal_var=False).confidence_interval(0.95)
-    mean = fmean(slopes[0]) - fmean(slopes[1])
-    return Difference(mean, float(low), float(high), sum(map(len, slopes)), low > 0 or high < 0)
+    low, high = ttest_ind(first, second, equal_var=False).confidence_interval(0.95)
+    return Difference(fmean(first) - fmean(second), float(low), float(high), low > 0 or high < 0)
 
 
-def over_mechanisms(lines: Sequence[Difference | None]) -> Difference | None:
-    """Return the mean slope of a group, with Student's interval over its mechanisms."""
-    slopes = [line.mean for line in lines if line is not None]
-    return with_interval(over_seeds(slopes), 0.95, float) if len(slopes) == len(lines) else None
-
-
-def by_depth(study: Study, gaps: Gaps, level: float = 0.95) -> list[Difference | None]:
-    """Return the mean of gaps at each depth, with the deviation over seeds pooled over the depths.
-
-    level: of the wider interval.
-    """
-    return [with_interval(number, level, float) for number in pooled_depths(study, gaps)]
-
-
-def pooled_depths(study: Study, gaps: Gaps) -> list[Measured | None]:
+def pooled_depths(study: Study, gaps: Gaps) -> list[Measured]:
     """Return the mean of gaps at each depth, with the deviation over seeds pooled over the depths."""
     each_depth = [[gap for (layers, _), gap in gaps.items() if layers == each] for each in study.layers]
     return pool_deviations([over_seeds(values) for values in each_depth])
-
-
-def over_depths(study: Study, gaps: Gaps, level: float = 0.95) -> Difference | None:
-    """Return the mean of gaps over all depths, with the deviation pooled over them; None while a depth is missing.
-
-    level: of the wider interval.
-    """
-    numbers = pooled_depths(study, gaps)
-    known = [number for number in numbers if number is not None]
-    if len(known) < len(numbers):
-        return None
-    mean = replace(known[0], mean=fmean(number.mean for number in known), count=len(gaps))
-    return with_interval(mean, level, float)
-
-
-def in_question(study: Study) -> list[str]:
-    """Return the mechanisms whose mean difference over the depths may be 0, or whose difference changes its sign."""
-    return [model for model in (*STATIC, *LEARNED) if is_in_question(study, study.gaps(model))]
-
-
-def is_in_question(study: Study, gaps: Gaps) -> bool:
-    """Return whether the mean of gaps over the depths may be 0, or the means of depths have both signs."""
-    mean = over_depths(study, gaps)
-    return mean is not None and (mean.low <= 0 <= mean.high or len({gap > 0 for gap in means_of(gaps).values()}) > 1)
 
 
 def differences(study: Study, equal: bool = False) -> Table:
@@ -250,16 +173,18 @@ def rivals(study: Study) -> Table:
 
 
 def _over_depths(study: Study, title: str, gaps: Mapping[str, Gaps]) -> Table:
-    """Return each mean of gaps at each depth, over the depths, and its slope.
+    """Return each mean of gaps at each depth, over the depths with the deviation pooled over them, and its slope.
 
     Bold: the interval excludes 0 also with the correction for all differences, all means, or all slopes, of the table.
     """
     table, depths = [], study.layers
     level, narrow = corrected(len(gaps)), corrected(len(gaps) * len(depths))
     for label, each in gaps.items():
-        shown = [difference_cell(number, SEEDS) for number in by_depth(study, each, narrow)]
-        mean = difference_cell(over_depths(study, each, level), SEEDS * len(depths))
-        table.append([Cell(label), *shown, mean, slope_cell(slope(each, depths, level))])
+        numbers = pooled_depths(study, each)
+        mean = replace(numbers[0], mean=fmean(number.mean for number in numbers), count=len(each))
+        shown = [difference_cell(with_interval(number, narrow)) for number in numbers]
+        mean_cell = difference_cell(with_interval(mean, level))
+        table.append([Cell(label), *shown, mean_cell, difference_cell(slope(each, level), 4)])
     return Table([title, *(f"{layers} layers" for layers in depths), "mean", "slope"], table)
 
 
@@ -267,8 +192,8 @@ def answers(study: Study) -> Table:
     """Return the slopes of the two groups and of their difference, with 95% intervals.
 
     They are also given over mechanisms, which takes those of a group as a sample; by the means of the depths alone,
-    since the seeds of a depth share the choice of a rate; without
-    DenseFormer; without places whose runs may have failed; and without their mechanisms. Bold: the interval excludes 0.
+    since the seeds of a depth share the choice of a rate; without DenseFormer; without places whose runs may have
+    failed; and without their mechanisms. Bold: the interval excludes 0.
     """
     table, unstable, failing = [], study.unstable(), study.failing()
     failed = ", ".join(f"{name} with {layers} layers" for name, layers in unstable)
@@ -280,12 +205,10 @@ def answers(study: Study) -> Table:
         table.append([Cell(f"{label}, without denseformer"), *_answer_cells(study, others, equal)])
         if unstable:
             table.append([Cell(f"{label}, without {failed}"), *_answer_cells(study, GROUPS, equal, unstable)])
-        if failing:
             others, label = groups_without(*failing), f"{label}, without {', '.join(failing)}"
             table.append([Cell(label), *_answer_cells(study, others, equal)])
-            table.append(
-                [Cell(f"{label}, over means of depths"), *_answer_cells(study, others, equal, over_means=True)]
-            )
+            means = _answer_cells(study, others, equal, over_means=True)
+            table.append([Cell(f"{label}, over means of depths"), *means])
     columns = ["learned", "static", "learned - static"]
     return Table(["slope", *columns, *(f"{column}, over mechanisms" for column in columns)], table)
 
@@ -300,35 +223,34 @@ def _answer_cells(
     gaps = [group_gaps(study, groups[name], equal, without) for name in ("learned", "static")]
     if over_means:
         gaps = [means_of(each) for each in gaps]
-    depths = study.depths("vanilla", equal, without)
-    lines = [slope(each, depths) for each in (*gaps, minus(*gaps))]
-    singles = [[study.slope(model, equal, without) for model in groups[name]] for name in ("learned", "static")]
-    # the intervals over mechanisms already have no seeds
-    means = [None] * 3 if over_means else [*map(over_mechanisms, singles), between_mechanisms(*singles)]
-    return [slope_cell(line) for line in (*lines, *means)]
-
-
-def slope_cell(line: Difference | None) -> Cell:
-    """Return the cell of a slope."""
-    return difference_cell(line, 0, 4)
+    lines: list[Difference | None] = [slope(each) for each in (*gaps, minus(*gaps))]
+    if over_means:
+        # the intervals over mechanisms already have no seeds
+        lines += [None] * 3
+    else:
+        singles = [
+            [slope(study.gaps(model, equal, without)).mean for model in groups[name]] for name in ("learned", "static")
+        ]
+        lines += [with_interval(over_seeds(slopes)) for slopes in singles] + [between_mechanisms(*singles)]
+    return [difference_cell(line, 4) for line in lines]
 
 
 def unstable_losses(study: Study) -> Table:
     """Return the loss of each seed, where a run may have failed."""
-    seeds = sorted({seed for by in study.losses.values() for seed in by})
+    losses = {place: study.losses[place] for place in study.unstable()}
     table = [
-        cells([name, str(layers), *(number_text(study.losses.get((name, layers), {}).get(seed), 3) for seed in seeds)])
-        for name, layers in study.unstable()
+        cells([name, str(layers), *(number_text(loss, 3) for loss in by_seed.values())])
+        for (name, layers), by_seed in losses.items()
     ]
-    return Table(["validation loss", "layers", *(f"seed {seed}" for seed in seeds)], table)
+    return Table(["validation loss", "layers", *(f"seed {seed}" for seed in next(iter(losses.values())))], table)
 
 
 def vanilla_losses(study: Study) -> Table:
     """Return vanilla's losses at each depth and number of parameters outside the embedding."""
-    places = [place for place in study.planned if place[0] in ("vanilla", *WIDER) and place in study.losses]
     table = [
-        cells([str(layers), f"{study.parameters[name, layers]:,}", with_deviation(over_seeds([*losses.values()]))])
-        for (name, layers), losses in ((place, study.losses[place]) for place in sorted(places, key=lambda p: p[1]))
+        cells([str(layers), f"{study.parameters[name, layers]:,}", with_deviation([*losses.values()])])
+        for (name, layers), losses in sorted(study.losses.items(), key=lambda item: item[0][1])
+        if name in WIDTHS
     ]
     return Table(["layers", "vanilla's parameters outside the embedding", "validation loss"], table)
 
@@ -354,8 +276,7 @@ def chosen_rates(sweep: Sweep) -> Table:
 
 
 def _chosen_cell(group: Group | None) -> Cell:
-    if group is None or group.chosen is None:
+    if group is None:
         return Cell(DASH)
     loss = measure_column(group.grid[group.chosen], group.column)
-    text = f"{float(group.chosen[0] or 'nan'):g}, {number_text(None if loss is None else loss.mean, 3)}"
-    return Cell(text, None in group.beside(0))
+    return Cell(f"{float(group.chosen[0]):g}, {number_text(loss.mean, 3)}", None in group.beside(0))

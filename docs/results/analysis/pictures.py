@@ -5,27 +5,27 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.study.depth import (
-    EQUAL,
-    GROUPS,
-    LEARNED,
-    STATIC,
-    Gaps,
-    Study,
-    by_depth,
-    choices,
-    group_gaps,
-    groups_without,
-    slope,
-)
-from benchmarks.study.differences import Difference
-from benchmarks.study.interventions import COSTS
 from depthlm.report.figures.scaling import BARS
 from depthlm.report.figures.style import mechanism_of, shade, style_of
 from depthlm.report.rows import measure_column
 from depthlm.report.sweep import Sweep
 from depthlm.runs.plots import MARKERS, grid, legend_below, save, subplots
 from depthlm.sweeps.point import Point
+from docs.results.analysis.depth import (
+    EQUAL,
+    GROUPS,
+    LEARNED,
+    STATIC,
+    Gaps,
+    Study,
+    choices,
+    group_gaps,
+    groups_without,
+    pooled_depths,
+    slope,
+)
+from docs.results.analysis.differences import with_interval
+from docs.results.analysis.interventions import COSTS
 
 # of the losses at other rates than the best one
 HIGHEST = 0.2
@@ -57,9 +57,9 @@ def draw_differences(study: Study, path: Path, stamp: str) -> None:
     legend_below(figure, axes.flat)
     groups = {f"mean of {group} reads": models for group, models in GROUPS.items()}
     means = {
-        f"{label} with {layers} layers": number
+        f"{label} with {layers} layers": number.mean
         for label, models in ({model: [model] for model in (*LEARNED, *STATIC)} | groups).items()
-        for layers, number in zip(study.layers, by_depth(study, group_gaps(study, models)), strict=True)
+        for layers, number in zip(study.layers, pooled_depths(study, group_gaps(study, models)), strict=True)
     }
     save(figure, path, f"{stamp}; below 0: better than vanilla; {BARS}{beyond(means, FARTHEST)}")
 
@@ -70,45 +70,35 @@ def without_failing(study: Study, group: str) -> dict[str, Sequence[str]]:
     return {f"mean without {', '.join(failing)}": groups_without(*failing)[group]} if failing else {}
 
 
-def beyond(numbers: Mapping[str, Difference | None], limit: float) -> str:
+def beyond(numbers: Mapping[str, float], limit: float) -> str:
     """Return a text with the numbers that are beyond the limit of a picture."""
-    far = [f"{label} ({number.mean:+.2f})" for label, number in numbers.items() if number and abs(number.mean) > limit]
+    far = [f"{label} ({number:+.2f})" for label, number in numbers.items() if abs(number) > limit]
     return f"\nbeyond the picture: {', '.join(far)}" if far else ""
 
 
 def draw_over_layers(panel: Any, study: Study, gaps: Gaps, shift: float, label: str, look: Mapping[str, Any]) -> None:
     """Draw the mean of gaps over seeds at each number of layers, with intervals. shift: factor of the places."""
-    numbers = zip(study.layers, by_depth(study, gaps), strict=True)
-    known = [(layers * shift, number) for layers, number in numbers if number is not None]
-    if known:
-        arms = [[arm for _, number in known for arm in number.arms[side]] for side in (0, 1)]
-        panel.errorbar([x for x, _ in known], [n.mean for _, n in known], arms, label=label, **look)
+    numbers = [with_interval(number) for number in pooled_depths(study, gaps)]
+    arms = [[arm for number in numbers for arm in number.arms[side]] for side in (0, 1)]
+    panel.errorbar([n * shift for n in study.layers], [n.mean for n in numbers], arms, label=label, **look)
 
 
 def draw_slopes(study: Study, path: Path, stamp: str) -> None:
-    """Draw the slope of each mechanism and of the two groups, in vanilla's shape and at equal parameters.
-
-    Without a slope there is no picture.
-    """
-    path.unlink(missing_ok=True)
-    if not any(study.slope(model) for model in (*LEARNED, *STATIC)):
-        return
+    """Draw the slope of each mechanism and of the two groups, in vanilla's shape and at equal parameters."""
     rows: dict[str, Sequence[str]] = {}
     for group, members in GROUPS.items():
         rows |= {model: [model] for model in members}
         rows |= {f"{group}: {mean}": some for mean, some in ({"mean": members} | without_failing(study, group)).items()}
     figure, axes = subplots(1, 8.4, 6.2)
-    panel, slopes = axes[0, 0], dict[str, Difference | None]()
+    panel, slopes = axes[0, 0], dict[str, float]()
     for equal, offset, fill in ((False, -0.16, "full"), (True, 0.16, "none")):
         label = f"minus vanilla{EQUAL if equal else ''}"
         for place, (name, models) in enumerate(rows.items()):
-            number = slope(group_gaps(study, models, equal), study.layers)
-            slopes[f"{name}, {label}"] = number
-            if number is not None:
-                of_group = len(models) > 1
-                look = {"color": "0.15" if of_group else colour_of(name), "fillstyle": fill, "ms": 8 if of_group else 6}
-                marker = "D" if of_group else "o"
-                panel.errorbar([number.mean], [place + offset], None, number.arms, marker=marker, capsize=3, **look)
+            number, of_group = slope(group_gaps(study, models, equal)), len(models) > 1
+            slopes[f"{name}, {label}"] = number.mean
+            look = {"color": "0.15" if of_group else colour_of(name), "fillstyle": fill, "ms": 8 if of_group else 6}
+            marker = "D" if of_group else "o"
+            panel.errorbar([number.mean], [place + offset], None, number.arms, marker=marker, capsize=3, **look)
         panel.plot([], [], "o", ls="", color="0.3", fillstyle=fill, label=label)
     panel.axvline(0, color="0.3", lw=1.3)
     panel.set_xlim(-STEEPEST, STEEPEST)
@@ -129,16 +119,14 @@ def draw_choices(sweep: Sweep, path: Path) -> None:
     for panel, model in zip(axes.flat, models, strict=False):
         for number, task in enumerate(tasks):
             group = groups[model, task]
-            numbers = {float(value[0] or 0): measure_column(row, group.column) for value, row in group.grid.items()}
-            known = {rate: loss.mean for rate, loss in sorted(numbers.items()) if loss is not None}
-            if known:
-                best = min(known.values())
-                look = {"color": shade("#0072B2", 0.6 - 0.4 * number), "marker": MARKERS[number], "ms": 4, "lw": 1.3}
-                panel.plot([*known], [loss - best for loss in known.values()], label=task, **look)
+            losses = {float(value[0]): measure_column(row, group.column).mean for value, row in group.grid.items()}
+            rates, best = sorted(losses), min(losses.values())
+            look = {"color": shade("#0072B2", 0.6 - 0.4 * number), "marker": MARKERS[number], "ms": 4, "lw": 1.3}
+            panel.plot(rates, [losses[rate] - best for rate in rates], label=task, **look)
         panel.set_xscale("log")
         panel.set_title(model, fontsize="small")
         grid(panel)
-    tried = sorted({float(value[0] or 0) for group in groups.values() for value in group.grid})
+    tried = sorted({float(value[0]) for group in groups.values() for value in group.grid})
     axes[0, 0].set_xticks(tried, [f"{1000 * rate:g}" for rate in tried])
     axes[0, 0].minorticks_off()
     axes[0, 0].set_ylim(-0.01, HIGHEST)
