@@ -42,7 +42,7 @@ def submit(arguments: list[str], program: str) -> None:
 
 
 def runs(arguments: list[str], program: str) -> None:
-    """List run directories (state, model, size, tokens, losses, age), or compare runs."""
+    """List run directories: state, model, size, tokens, losses, age."""
     from depthlm.commands.runs import main
 
     main(arguments, program)
@@ -104,7 +104,7 @@ def report(arguments: list[str], program: str) -> None:
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="experiment=<paper>/<name> and overrides as for train.py -m, or runs=a,b,c; to=<folder>",
+        help="experiment=<paper>/<name> and overrides as for train.py -m, or folders of runs; to=<folder>",
     )
     parser.add_argument("--config-dir", help="a folder of configuration files in addition to conf/")
     parsed = parser.parse_intermixed_args(arguments)

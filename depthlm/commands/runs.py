@@ -1,4 +1,4 @@
-"""`depthlm runs [filter ...]`: list the run directories and the progress of each run, or compare runs."""
+"""`depthlm runs [filter ...]`: list the run directories and the progress of each run."""
 
 import argparse
 import json
@@ -19,7 +19,6 @@ COLUMNS = {
     *("directory", "state", "model", "size", "tokens", "loss", "validation_loss", "age", "failure"),
     *RunProgress.__dataclass_fields__,
 }
-REPORT = "outputs/report"
 DESCRIPTION = """\
 List run directories: state, model, size, losses, progress, age. A run must match every filter:
 
@@ -30,23 +29,13 @@ List run directories: state, model, size, losses, progress, age. A run must matc
   'loss<3.2' 'tokens>=1M'     a number in summary.json, or the newest in metrics.jsonl
   'age<2d'                    the time since the last change, with the unit s, m, h or d
 
-Quote < and > from the shell. A run without a value does not match a comparison of it."""
+Quote < and > from the shell. A run without a value does not match a comparison of it. `depthlm report RUN RUN ...`
+compares runs."""
 
 
 def main(arguments: list[str], program: str) -> None:
-    """List the runs that match every filter, or compare runs."""
+    """List the runs that match every filter."""
     parsed = _parser(program).parse_intermixed_args(arguments)
-    _check_options(parsed)
-    if parsed.compare:
-        # drawing takes longer to import than a list takes to print
-        from depthlm.report.command import report_runs
-        from depthlm.report.runs_report import find_runs
-
-        runs = find_runs(parsed.compare, "--compare ")
-        if len(runs) < 2:
-            raise UserError(f"--compare: only one run, {runs[0].directory}; name two or more run directories")
-        report_runs(runs, parsed.to, "--to ")
-        return
     root = Path(parsed.root)
     if not root.is_dir():
         raise UserError(f"--root {root}: no such folder; give the folder that contains the runs")
@@ -99,27 +88,4 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument("--root", default="outputs", help="folder that contains the runs (default outputs)")
     parser.add_argument("--sort", metavar="KEY", default="", help="sort by a value (default: by age, newest last)")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
-    parser.add_argument(
-        "--compare",
-        nargs="+",
-        metavar="RUN",
-        help="instead of a list, compare these run directories: their results, the settings that differ, and their "
-        "loss curves in one picture",
-    )
-    parser.add_argument("--to", metavar="FOLDER", default=None, help=f"folder of the comparison (default {REPORT})")
     return parser
-
-
-def _check_options(parsed: argparse.Namespace) -> None:
-    """Set the folder of a comparison. Raises UserError for options that do not go together, naming all of them."""
-    errors = []
-    if parsed.compare:
-        options = {"--json": parsed.json, "--sort": parsed.sort, "a filter": parsed.filter}
-        errors = [
-            f"{name} does not go with --compare, which names its runs" for name, value in options.items() if value
-        ]
-    elif parsed.to is not None:
-        errors.append("--to is the folder of a comparison; add --compare A B")
-    if errors:
-        raise UserError("\n".join(errors))
-    parsed.to = parsed.to or REPORT

@@ -1,13 +1,11 @@
 """`python -m depthlm report`: writes report.md and its figures, and prints the main table."""
 
-import difflib
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from depthlm.config.names import report_name
 from depthlm.console import stdout_console
-from depthlm.counts import format_count
 from depthlm.errors import UserError
 from depthlm.files import replace_text
 from depthlm.locations import command
@@ -16,19 +14,18 @@ from depthlm.report.comparison import comparison_tables
 from depthlm.report.experiment_report import experiment_report, state_line, warnings, with_available_metric
 from depthlm.report.figures.loss_curves import panels_of
 from depthlm.report.runs_report import NO_DIFFERENCE, REPORT, SETTINGS, find_runs, holds_run, runs_report
-from depthlm.report.sweep import Sweep, read_sweep, with_baseline
+from depthlm.report.sweep import read_sweep, with_baseline
 from depthlm.report.sweep_report import results_table, sweep_report
 from depthlm.report.tables import Table, show
-from depthlm.runs.listing import run_folders
 from depthlm.runs.records import WAITING, RunRecord
 from depthlm.streams import printable
 from depthlm.sweeps.best import undecided_text
 
 USAGE = (
-    "give the overrides of train.py -m, with experiment=<paper>/<name> or without, or a folder of runs; "
+    "give the overrides of train.py -m, with experiment=<paper>/<name> or without, or folders of runs; "
     "baseline=<row or setting> sets what the others are compared with, and to=<folder> the folder of the report"
 )
-OPTIONS = ("to=", "runs=", "baseline=")
+OPTIONS = ("to=", "baseline=")
 REPORT_COMMAND = command("-m depthlm report", "report")
 
 
@@ -41,14 +38,13 @@ def report(arguments: Sequence[str], config_dir: str | Path | None = None) -> Pa
     overrides = [text for text in arguments if not text.startswith(OPTIONS)]
     to, baseline = options.get("to"), options.get("baseline")
     folders = [text for text in overrides if "=" not in text]
-    if "runs" in options or folders:
+    if folders:
         settings = [text for text in overrides if "=" in text]
         if settings:
             raise UserError(f"{' '.join(settings)}: not with a folder of runs, which have their own settings; {USAGE}")
-        runs = find_runs(folders or options["runs"].split(","), "" if folders else "runs=")
         is_inside = len(folders) == 1 and not holds_run(Path(folders[0]))
         folder = Path(folders[0] if is_inside else "outputs") / report_name([], baseline)
-        return report_runs(runs, to or folder, baseline=baseline)
+        return _report_runs(find_runs(folders), Path(to or folder), baseline)
     if not overrides:
         raise UserError(USAGE)
     return _report_sweep(overrides, config_dir, to, baseline)
@@ -70,38 +66,13 @@ def _report_sweep(
     waiting = [f"{undecided_text(sweep.undecided)}."] if sweep.undecided else []
     _show(path, tables, [*warnings(sweep), f"{state_line(sweep.runs)}.", *waiting])
     if all(run.state == WAITING for run in sweep.runs):
-        print(_describe_untrained(overrides, config_dir, sweep))
+        flags = [] if config_dir is None else [f"--config-dir={config_dir}"]
+        print(f"No run has begun. To train them: {command('train.py', 'train')} -m {shlex.join([*overrides, *flags])}")
     return path
 
 
-def _describe_untrained(overrides: Sequence[str], config_dir: str | Path | None, sweep: Sweep) -> str:
-    """Return the command that trains a sweep of which no run has begun, and which runs exist beside it."""
-    flags = [] if config_dir is None else [f"--config-dir={config_dir}"]
-    lines = [f"No run has begun. To train them: {command('train.py', 'train')} -m {shlex.join([*overrides, *flags])}"]
-    folders = {run.directory.parent for run in sweep.runs}
-    others = [str(folder) for root in sorted(folders) if root.is_dir() for folder in run_folders(root)]
-    if others:
-        names = [str(run.directory) for run in sweep.runs]
-        close = next(iter(difflib.get_close_matches(names[0], others, n=1, cutoff=0.0)))
-        verb = "has" if len(others) == 1 else "have"
-        beside = f"{format_count(len(others), 'other run')} beside them {verb} other settings"
-        lines.append(f"{beside}, such as {close}: check the overrides")
-    return "\n".join(lines)
-
-
-def report_runs(
-    runs: Sequence[RunRecord],
-    to: str | Path,
-    option: str = "to=",
-    baseline: str | None = None,
-) -> Path:
-    """Write the report of these runs to a folder, print their results and the settings in which they differ.
-
-    option: where the user gave the folder, for messages. baseline: the row with which the others are compared; None:
-    vanilla. Returns the path of report.md. Raises UserError if it cannot be written.
-    """
-    folder = Path(to)
-    path, tables = _write(folder, lambda: runs_report(runs, folder, baseline), option)
+def _report_runs(runs: Sequence[RunRecord], folder: Path, baseline: str | None) -> Path:
+    path, tables = _write(folder, lambda: runs_report(runs, folder, baseline))
     differ = any(table.title == SETTINGS for table in tables)
     notes = [f"{NO_DIFFERENCE}."] if len(runs) > 1 and not differ else []
     _show(path, tables, [*notes, f"{state_line(runs)}."])
@@ -124,7 +95,7 @@ def show_results(overrides: Sequence[str], config_dir: str | Path | None = None)
     console.print(f"{REPORT_COMMAND} {shlex.join(texts)}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _write(folder: Path, write: Callable[[], tuple[str, list[Table]]], option: str = "to=") -> tuple[Path, list[Table]]:
+def _write(folder: Path, write: Callable[[], tuple[str, list[Table]]]) -> tuple[Path, list[Table]]:
     """Write a report to a folder; return its path, and its tables for the terminal. Raises UserError."""
     path = folder / REPORT
     try:
@@ -132,7 +103,7 @@ def _write(folder: Path, write: Callable[[], tuple[str, list[Table]]], option: s
         text, tables = write()
         replace_text(path, printable(text))
     except OSError as error:
-        raise UserError(f"{option}{folder}: the report cannot be written there ({error.strerror or error})") from None
+        raise UserError(f"to={folder}: the report cannot be written there ({error.strerror or error})") from None
     return path, tables
 
 

@@ -9,21 +9,21 @@ from depthlm.config.errors import join_names
 from depthlm.config.keys import flatten, in_protocol
 from depthlm.config.reproduce import protocol_texts
 from depthlm.config.schema import Config
+from depthlm.counts import duration_text
 from depthlm.locations import command
 from depthlm.report.choice import choice_parts, choice_state, choice_tables
 from depthlm.report.comparison import comparison_tables, differences_from_baseline
 from depthlm.report.equal_cost import cost_parts
 from depthlm.report.figures.charts import draw_bars, draw_lines
 from depthlm.report.figures.heatmap import draw_heatmap
-from depthlm.report.figures.loss_curves import draw_loss_curves, panels_of
+from depthlm.report.figures.loss_curves import draw_loss_curves, draw_validation_curves, panels_of
 from depthlm.report.figures.scaling import draw_scaling
 from depthlm.report.figures.sublayer_norms import draw_sublayer_norms
-from depthlm.report.figures.validation_curves import draw_validation_curves
 from depthlm.report.rows import Row, number, paper
-from depthlm.report.scaling_laws import curves, fit_table, remarks, savings
-from depthlm.report.sweep import LOSS, Sweep, range_text, title_of
+from depthlm.report.scaling_laws import LEGEND as SCALING_LEGEND
+from depthlm.report.scaling_laws import curves, fit_table, savings
+from depthlm.report.sweep import LOSS, TIME_TO_BASELINE, Sweep, range_text, title_of
 from depthlm.report.tables import DASH, MISSING, Table, cells, markdown, number_text, plain
-from depthlm.report.time_to_baseline import METRIC
 from depthlm.runs.progress import failure_text
 from depthlm.runs.records import (
     COMPLETE,
@@ -85,7 +85,7 @@ def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:
     parts += [_picture_section(sweep, folder, name) for name in sweep.experiment.pictures]
     name = "loss_curves.png"
     drawn = draw_loss_curves(panels_of(sweep), folder / name, sweep.stamp(), sweep.experiment.title)
-    parts.append(picture("Loss curves", folder, name, drawn))
+    parts += [picture("Loss curves", folder, name, drawn), markdown(runs_table(sweep))]
     return "\n\n".join(parts) + "\n", [*next(iter(groups.values())), *choice_tables(sweep)]
 
 
@@ -105,8 +105,7 @@ def _scaling(sweep: Sweep, folder: Path) -> list[str]:
     saved = savings(sweep, fitted)
     name = "scaling.png"
     parts = [picture("Scaling", folder, name, draw_scaling(sweep, fitted, saved, folder / name))]
-    parts.append(markdown(fit_table(sweep, fitted)))
-    return parts + [plain(line) for line in remarks(sweep, fitted, saved)]
+    return [*parts, markdown(fit_table(sweep, fitted)), plain(SCALING_LEGEND)]
 
 
 def picture(title: str, folder: Path, name: str, notes: Sequence[str] | None) -> str:
@@ -124,9 +123,8 @@ def _head(sweep: Sweep) -> list[str]:
     source = f"Source: {plain(experiment.source)}. " if experiment.source else ""
     parts = [f"# {plain(experiment.title or experiment.name)}", f"{source}Experiment: `{experiment.name}`."]
     parts += [f"**{warning}**" for warning in warnings(sweep)]
-    parts += _state(sweep)
-    parts += _without_number(sweep) + _list_deviations(sweep)
-    parts += protocol_parts(sweep)
+    parts += [f"## State\n\n{state_line(sweep.runs)}.", *choice_state(sweep), *result_notes(sweep)]
+    parts += [*_without_number(sweep), *protocol_parts(sweep)]
     # a budget without the paper's data has replaced most of what is assumed about the protocol
     assumed = [] if any(config.budget.offline for config in sweep.configs) else experiment.assumed
     for title, lines in (("Not given in the paper; assumed instead", assumed), ("Notes", experiment.notes)):
@@ -148,8 +146,11 @@ def _picture_section(sweep: Sweep, folder: Path, name: str) -> str:
 
 
 def protocol_parts(sweep: Sweep) -> list[str]:
-    """Return the protocol of a sweep and the sizes of its models, in Markdown; empty without rows."""
-    if not sweep.rows:
+    """Return the protocol of a sweep, the runs that do not follow it, and the sizes of its models, in Markdown.
+
+    Empty without rows or configurations.
+    """
+    if not (sweep.rows and sweep.configs):
         return []
     lines: dict[tuple[str, str, str], list[RunRecord]] = {}
     for row, config in zip(sweep.rows, sweep.configs, strict=True):
@@ -162,7 +163,8 @@ def protocol_parts(sweep: Sweep) -> list[str]:
         )
         table.append(cells([*shape, *(range_text(found) if found else DASH for found in values)]))
     head = ["size", "layers", "width", "parameters", "trained tokens"]
-    return [f"## Protocol\n\n{markdown(protocol_table(sweep.rows, sweep.configs))}", markdown(Table(head, table))]
+    protocol = f"## Protocol\n\n{markdown(protocol_table(sweep.rows, sweep.configs))}"
+    return [*_list_deviations(sweep), protocol, markdown(Table(head, table))]
 
 
 def state_line(runs: Sequence[RunRecord]) -> str:
@@ -191,23 +193,31 @@ def warnings(sweep: Sweep) -> list[str]:
     return sentences
 
 
-def _state(sweep: Sweep) -> list[str]:
-    """Return the states of the runs: how many, where the incomplete ones are or why they failed, and which wait."""
-    lines, waiting = [], []
+def runs_table(sweep: Sweep) -> Table:
+    """Return the table of every run: its state or why it failed, its results or progress, and its directory."""
+    head = ["run", "state", "step", "training loss", "validation loss", "perplexity", "tokens/s", "wall time", "folder"]
+    table = []
     for row in [*sweep.selection, *sweep.rows]:
         for run, seed in zip(row.runs, row.seeds, strict=True):
-            name = f"{row.label}, seed {seed}" if len(row.runs) > 1 else row.label
-            if run.state == WAITING:
-                waiting.append(name)
-            elif run.state != COMPLETE:
-                step = "" if run.step is None else f"{run.step:,}"
-                failure = failure_text(run.failure, LONGEST_REASON) if run.state == FAILED else ""
-                lines.append(cells([name, run.state, step, number_text(run.loss, 4) if run.rows else "", failure]))
-    parts = [f"## State\n\n{state_line(sweep.runs)}.", *choice_state(sweep), *result_notes(sweep)]
-    if lines:
-        head = ["incomplete run", "state", "newest step", "training loss", "failure"]
-        parts.append(markdown(Table(head, lines, words=True)))
-    return [*parts, f"Waiting: {plain('; '.join(waiting))}."] if waiting else parts
+            loss, step = number(run, "training_loss"), number(run, "steps") or run.step
+            texts = [
+                f"{FAILED}: {failure_text(run.failure, LONGEST_REASON)}" if run.state == FAILED else run.state,
+                DASH if step is None else f"{step:,.0f}",
+                number_text(run.loss if loss is None else loss, 4),
+                number_text(number(run, "validation_loss"), 4),
+                number_text(number(run, "validation_perplexity"), 3),
+                number_text(number(run, "tokens_per_second"), 0),
+                DASH if (seconds := number(run, "wall_seconds")) is None else duration_text(seconds),
+                str(run.directory),
+            ]
+            table.append(cells([run_label(sweep, row, seed), *texts]))
+    return Table(head, table, "Every run")
+
+
+def run_label(sweep: Sweep, row: Row, seed: str) -> str:
+    """Return the label of a run: that of its row, with the seed where the sweep has several."""
+    seeds = {seed for other in [*sweep.selection, *sweep.rows] for seed in other.seeds}
+    return f"{row.label}, seed {seed}" if "seed" not in row.parts and len(seeds) > 1 else row.label
 
 
 def result_notes(sweep: Sweep) -> list[str]:
@@ -223,7 +233,7 @@ def _without_number(sweep: Sweep) -> list[str]:
     titles: dict[tuple[int, int], list[str]] = {}
     for name, column in sweep.columns.items():
         # a run that never has the baseline's loss has no time
-        if column.metric == METRIC:
+        if column.metric == TIME_TO_BASELINE:
             continue
         # where the paper prints a column only for some rows, the others need no number
         expected = [row for row in sweep.rows if not sweep.is_printed(name) or paper(row, name) is not None]

@@ -1,23 +1,18 @@
 """The report of any run directories: their numbers, the differences of their configurations, and their losses."""
 
-import functools
 import glob
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from depthlm.config.errors import nearest
 from depthlm.config.experiment import Experiment
-from depthlm.config.keys import flatten, on_resume, override_text
-from depthlm.config.names import importance, normal_value, setting_texts, short_value
+from depthlm.config.keys import on_resume, override_text
+from depthlm.config.names import by_importance, normal_value, setting_texts
 from depthlm.config.resolve import LENGTHS
-from depthlm.config.schema import Config
 from depthlm.errors import UserError
-from depthlm.files import read_yaml
-from depthlm.locations import CONF
-from depthlm.report.figures.loss_curves import LossCurve, Panel, make_title, names_of
+from depthlm.report.figures.loss_curves import panels_of
 from depthlm.report.figures.style import mechanism_of_run
 from depthlm.report.rows import Row, with_unique_labels
 from depthlm.report.sweep import LOSS, Sweep, with_baseline
@@ -31,8 +26,8 @@ from depthlm.sweeps.point import Point
 
 # runs per table of differing settings
 BESIDE = 4
-# settings of a label, beyond which only those are shown that distinguish it
-MOST_SHOWN = 8
+# before the names of the settings by which a run is named
+DIFFERENCES = "differences."
 # the file of a report
 REPORT = "report.md"
 # in place of the value of a setting that a run does not have
@@ -44,14 +39,14 @@ SETTINGS = "Settings that differ"
 NO_DIFFERENCE = "No setting but the seed differs that affects the result"
 
 
-def find_runs(names: Sequence[str], option: str = "runs=") -> list[RunRecord]:
+def find_runs(names: Sequence[str]) -> list[RunRecord]:
     """Return the runs in these directories, or in folders of them, globs allowed, each once and in order.
 
-    option: where the user gave the names, for messages. Raises UserError for a name without runs.
+    Raises UserError for a name without runs.
     """
     by_directory: dict[Path, RunRecord] = {}
     errors = []
-    for text in filter(None, (name.strip() for name in names)):
+    for text in names:
         is_glob = glob.has_magic(text) and not Path(text).exists()
         paths = [Path(path) for path in (sorted(glob.glob(text, recursive=True)) if is_glob else [text])]
         if not is_glob and paths[0].is_dir() and not holds_run(paths[0]):
@@ -59,11 +54,11 @@ def find_runs(names: Sequence[str], option: str = "runs=") -> list[RunRecord]:
         runs = [read_run(path) for path in filter(holds_run, paths)]
         # the reports beside the runs that `outputs/default/*` names
         if not runs and not (Path(text) / REPORT).is_file():
-            errors.append(f"{option}{text}: {_why(text, is_glob)}")
+            errors.append(f"{text}: {_why(text, is_glob)}")
         for run in runs:
             by_directory.setdefault(run.directory.resolve(), run)
     if not errors and not by_directory:
-        errors.append(f"{option}: name run directories, or a folder of them, as in runs=outputs/default")
+        errors.append("no run in these folders; name run directories, or a folder of them, as in outputs/default")
     if errors:
         raise UserError("\n".join(errors))
     return with_one_source(list(by_directory.values()))
@@ -101,7 +96,8 @@ def runs_report(runs: Sequence[RunRecord], folder: Path, baseline: str | None = 
     tables = difference_tables({label: config for label, config in settings.items() if config})
     unread = ", ".join(str(run.directory) for run in runs if run not in readable)
     notes = [f"No readable config.yaml, so not in the table: {plain(unread)}."] if unread else []
-    return sweep_report(sweep, folder, panels_by_size(sweep.rows, settings), tables, notes)
+    panels = panels_of(sweep, lambda row: mechanism_of_run(row.label, row.runs[0].directory, settings[row.label]))
+    return sweep_report(sweep, folder, panels, tables, notes)
 
 
 def sweep_of_runs(runs: Sequence[RunRecord], configs: Sequence[dict[str, Any]]) -> Sweep:
@@ -161,29 +157,6 @@ def _point(config: Mapping[str, Any], parts: dict[str, str]) -> Point:
     return Point([], groups | fixed, parts)
 
 
-def panels_by_size(rows: Sequence[Row], settings: Mapping[str, dict[str, Any]]) -> list[Panel]:
-    """Return the loss curves of the rows, with a panel for each model size. settings: of the rows, by label."""
-    sizes: dict[str, list[Row]] = {}
-    for row in rows:
-        sizes.setdefault(str(settings[row.label].get("size.name") or ""), []).append(row)
-    return [
-        Panel(
-            make_title(
-                size, {_shape(settings[row.label]) for row in members}, [run for row in members for run in row.runs]
-            ),
-            [
-                LossCurve(name, mechanism_of_run(name, row.runs[0].directory, settings[row.label]), row.runs)
-                for name, row in zip(names_of(members), members, strict=True)
-            ],
-        )
-        for size, members in sizes.items()
-    ]
-
-
-def _shape(settings: Mapping[str, Any]) -> tuple[Any, Any]:
-    return settings.get("size.num_layers"), settings.get("size.hidden_size")
-
-
 def short_names(directories: Sequence[Path]) -> list[str]:
     """Return the last parts of each path, as many as make all of them distinct, in characters that can be drawn."""
     parts = [tuple(map(printable, directory.parts)) or (".",) for directory in directories]
@@ -197,58 +170,26 @@ def short_names(directories: Sequence[Path]) -> list[str]:
 def distinguishing_settings(configs: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
     """Return the parts of a label for each run: the settings that differ, or its name where these are not enough.
 
-    A group is represented by its option, as in `mhc, lr 0.01`. Of more than MOST_SHOWN settings, those that matter most
-    are shown, and those without which the labels of different runs would be the same.
+    They are the mechanism, the size, and the settings by which some run is named (`Config.differences`). A group is
+    represented by its option, as in `mhc, lr 0.01`.
     """
-    values = list(configs.values())
-    different = {key: row for key, row in differing_settings(values).items() if not _is_of_option(key, row, values)}
+    named = {name.removeprefix(DIFFERENCES) for config in configs.values() for name in config if DIFFERENCES in name}
     labels: dict[str, dict[str, str]] = {run: {} for run in configs}
-    for shown, key in enumerate(sorted(different, key=lambda key: (not key.endswith(".name"), importance(key)))):
-        parts = _parts(key, different[key])
-        longer = {run: label | part for (run, label), part in zip(labels.items(), parts, strict=True)}
-        if shown < MOST_SHOWN or _distinct(longer) > _distinct(labels):
-            labels = longer
-    is_distinct = _distinct(labels) == len(labels)
-    named = {run: {"model": str(config["model.name"])} for run, config in configs.items() if "model.name" in config}
-    return {run: (label or named.get(run) if is_distinct else None) or {"run": run} for run, label in labels.items()}
+    for name in ("model", "size", *by_importance({"extended_at", *named} - {"model", "size"})):
+        texts = {run: text for run, config in configs.items() if (text := _setting(name, config)) is not None}
+        if len({*texts.values()}) > 1 or 0 < len(texts) < len(configs):
+            shown = setting_texts(name, [*texts.values()])
+            for run, text in texts.items():
+                labels[run][name] = shown[text]
+    models = {run: {"model": str(config["model.name"])} for run, config in configs.items() if "model.name" in config}
+    is_distinct = len({tuple(label.items()) for label in labels.values()}) == len(labels)
+    return {run: (label or models.get(run) if is_distinct else None) or {"run": run} for run, label in labels.items()}
 
 
-def _parts(key: str, values: Sequence[Any]) -> list[dict[str, str]]:
-    """Return a setting as a part of each run's label; none for a run without it, or whose length is in another unit."""
-    group = key.removesuffix(".name")
-    texts = [
-        None if value is ABSENT or (value is None and key in LENGTHS) else override_text(value) for value in values
-    ]
-    known = [text for text in texts if text is not None]
-    shown = {text: short_value(text) for text in known} if group != key else setting_texts(key, known)
-    return [{} if text is None else {group: shown[text]} for text in texts]
-
-
-def _is_of_option(key: str, values: Sequence[Any], configs: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether each run's value is that of its size, or of the option of its group, which its label names."""
-    group, _, inner = key.partition(".")
-    if group != "size" and all(f"size.{inner}" in config for config in configs):
-        return inner != "name" and all(
-            value == config[f"size.{inner}"] for value, config in zip(values, configs, strict=True)
-        )
-    options = [str(config.get(f"{group}.name")) for config in configs]
-    usual = [_option(group, option).get(key) for option in options]
-    texts = [None if value in (ABSENT, {}) else _text(key, value) for value in values]
-    return inner != "name" and _is_function(values, options) and texts == usual
-
-
-@functools.cache
-def _option(group: str, name: str) -> dict[str, str]:
-    """Return the settings of an option of a group, as texts; {} if there is no such option."""
-    file = next((file for file in (CONF / group).glob("*.yaml") if file.stem == name), None)
-    if file is None:
-        return {}
-    settings = flatten(asdict(Config())) | flatten(read_yaml(file), f"{group}.")
-    return {key: _text(key, value) for key, value in settings.items() if key.startswith(f"{group}.") and value != {}}
-
-
-def _distinct(labels: Mapping[str, dict[str, str]]) -> int:
-    return len({tuple(label.items()) for label in labels.values()})
+def _setting(name: str, config: Mapping[str, Any]) -> str | None:
+    """Return the value of a key, or the option of a group, as text; None where a run has none, or another length."""
+    value = config.get(name, config.get(f"{name.replace('/', '.')}.name", ABSENT))
+    return None if value is ABSENT or (value is None and name in LENGTHS) else override_text(value)
 
 
 def difference_tables(configs: Mapping[str, dict[str, Any]]) -> list[Table]:

@@ -30,6 +30,14 @@ NEEDS = {
     "time": "times the training time",
     "generation": "times the memory of generation",
 }
+LEGEND = (
+    f"A fit needs two points whose compute differs by a factor of {SPAN:g}; two points do not show its quality. A "
+    f"factor needs a fit of the baseline with an R² of {MIN_R2:g} and an exponent whose interval is below 0. It is not "
+    f"given where it may be 1, or where the loss is more than {REACH:g} times outside the baseline's sizes. "
+    "*: extrapolated beyond these sizes. Intervals are at 95%: of differences paired by seed, whose variance is pooled "
+    "over the sizes of a series, and of the slope of the baseline. They hold for each number alone: of twenty, one is "
+    "expected to miss. Factors without an interval are of one seed: how far chance goes is unknown."
+)
 
 
 @dataclass(frozen=True)
@@ -263,11 +271,8 @@ def _law_texts(law: PowerLaw | None) -> list[str]:
     if law is None:
         return [DASH, DASH]
     a = "" if law.a_interval is None else f" [{', '.join(short_text(end, 3) for end in law.a_interval)}]"
-    return [f"{short_text(law.a)}{a}", f"{number_text(law.b, 4)} {_interval_of_b(law)}".rstrip()]
-
-
-def _interval_of_b(law: PowerLaw) -> str:
-    return "" if law.b_interval is None else f"[{', '.join(number_text(end, 4) for end in law.b_interval)}]"
+    b = "" if law.b_interval is None else f" [{', '.join(number_text(end, 4) for end in law.b_interval)}]"
+    return [f"{short_text(law.a)}{a}", f"{number_text(law.b, 4)}{b}"]
 
 
 def savings_table(sweep: Sweep, fitted: Sequence[Curve], saved: Sequence[Saving]) -> Table | None:
@@ -291,68 +296,3 @@ def needed_text(needs: Needed | None) -> str:
     if needs is None or not needs.is_clear:
         return DASH
     return f"{needs}{' *' if needs.extrapolated else ''}"
-
-
-def remarks(sweep: Sweep, fitted: Sequence[Curve], saved: Sequence[Saving]) -> list[str]:
-    """Return remarks on the fits: why some numbers are missing, and which are extrapolated."""
-    lines = [line for curve in fitted if (line := _remark_on_fit(curve))]
-    baseline = baseline_of(sweep, fitted)
-    if baseline is None:
-        lines.append(f"No series is the baseline, {sweep.experiment.baseline}, so there is no comparison with it.")
-        return lines
-    for view, law in baseline.laws.items():
-        if law is not None or saved:
-            lines += _remarks_on_law(baseline.name, view, law)
-    usable = [view for view, law in baseline.laws.items() if law is not None and law.usable]
-    return lines + _remarks_on_needs(baseline.name, [entry.needs[view] for entry in saved for view in usable])
-
-
-def _remark_on_fit(curve: Curve) -> str | None:
-    """Return why a series has no fit, or one of unknown quality."""
-    law, compute = curve.laws["compute"], [size.x["compute"] for size in curve.sizes]
-    if law is not None:
-        through_two = f"{curve.name}: the fit goes through two points, so its quality is unknown."
-        return through_two if law.points == 2 else None
-    if len(compute) < 2:
-        count = "no point is complete" if not compute else "one point is complete"
-        return f"{curve.name}: {count}, and a fit needs two points of different compute."
-    return (
-        f"{curve.name}: no fit, since the compute of its {len(compute)} points differs only by a factor of "
-        f"{max(compute) / min(compute):.3g}; a fit needs {SPAN:g}."
-    )
-
-
-def _remarks_on_law(name: str, view: str, law: PowerLaw | None) -> list[str]:
-    """Return why the baseline's law gives no savings in a view, if it does not."""
-    if law is None:
-        return [f"{name} has no fit over its {view}, so no saving of {view} is given."]
-    if law.b >= 0:
-        return [f"The loss of {name} does not fall with its {view}, so no saving of {view} is given."]
-    if law.points == 2 or law.usable:
-        return []
-    return [
-        f"The fit of {name} over its {view} has an R² of {number_text(law.r2, 2)} and an exponent in "
-        f"{_interval_of_b(law)}; a saving needs an R² of {MIN_R2:g} and an interval below 0, so no saving of {view} is "
-        "given."
-    ]
-
-
-def _remarks_on_needs(name: str, needs: Sequence[Needed | None]) -> list[str]:
-    """Return how to read the factors of savings_table."""
-    shown = [needed for needed in needs if needed is not None]
-    lines = []
-    if any(needed.interval is not None for needed in shown):
-        lines.append(
-            "Intervals are at 95%: of the differences paired by seed, whose variance is pooled over the sizes of a "
-            f"series, and of the slope of {name}. They hold for each number alone: of twenty, one is expected to miss."
-        )
-    if any(needed.interval is None for needed in shown):
-        lines.append("Factors without an interval are of one seed: how far chance goes is unknown.")
-    if any(needed.extrapolated and needed.is_clear for needed in shown):
-        lines.append(f"*: extrapolated beyond the sizes of {name}.")
-    if any(needed is None or not needed.is_clear for needed in needs):
-        lines.append(
-            f"{DASH}: the interval includes 1 or has no end, or the loss is more than ten times outside the sizes of "
-            f"{name}, where its fit is not used."
-        )
-    return lines

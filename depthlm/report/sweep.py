@@ -6,17 +6,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import depthlm
 from depthlm.config.errors import ConfigError, join_names, nearest
 from depthlm.config.experiment import VALIDATION_LOSS, Column, Experiment
-from depthlm.config.keys import on_resume, override_text
-from depthlm.config.names import by_name, experiment_of, normal_value, setting_text, short_key
-from depthlm.config.resolve import LENGTHS
+from depthlm.config.keys import on_resume
+from depthlm.config.names import by_name, experiment_of, normal_value, short_key
 from depthlm.config.schema import Config
 from depthlm.counts import count_text, format_count
 from depthlm.errors import UserError
-from depthlm.model.shape import Size
 from depthlm.report.rows import (
     Measured,
     Row,
@@ -27,19 +26,26 @@ from depthlm.report.rows import (
     paper,
     paper_difference,
     pool_deviations,
+    times_to_baseline,
 )
-from depthlm.report.time_to_baseline import METRIC as TIME_TO_BASELINE
-from depthlm.report.time_to_baseline import times_to_baseline
-from depthlm.runs.records import COMPLETE, RunRecord, read_run, recorded_settings
+from depthlm.runs.records import COMPLETE, RunRecord, read_run
 from depthlm.sweeps.best import Undecided, as_trained, find_undecided
-from depthlm.sweeps.point import Point
 from depthlm.sweeps.points import expand, load_experiment, parse_value, sweep_points
 
-AVERAGE_PERPLEXITY = "validation/average_perplexity"
+# metrics that reports derive from several runs or columns
+TIME_TO_BASELINE, AVERAGE_PERPLEXITY = "time_to_baseline", "validation/average_perplexity"
 # the updates below which the differences between runs mean nothing, and those below which they do with a single seed
 FEW_UPDATES, FEW_OF_ONE_SEED = 100, 1000
 # the default columns of an experiment
 LOSS = {"loss": VALIDATION_LOSS}
+
+
+class Shape(NamedTuple):
+    """The name of a model's size, and its layers and width as texts; empty where they are unknown."""
+
+    size: str
+    layers: str
+    width: str
 
 
 @dataclass(frozen=True)
@@ -114,9 +120,12 @@ class Sweep:
         """Return whether the paper has numbers in a column."""
         return any(paper(row, name) is not None for row in self.rows)
 
-    def size_of(self, row: Row) -> Size | None:
-        """Return the shape of a row's models; None where the sweep has no configurations."""
-        return self.configs[self.rows.index(row)].size if self.configs else None
+    def shape_of(self, row: Row) -> Shape:
+        """Return the shape of a row's models."""
+        if self.configs:
+            size = self.configs[self.rows.index(row)].size
+            return Shape(size.name, str(size.num_layers), str(size.hidden_size))
+        return Shape(*(row.settings.get(name, "") for name in ("size", "size.num_layers", "size.hidden_size")))
 
     def series_of(self, row: Row) -> str:
         """Return a row's value of the experiment's `series`, or its mechanism where it has no such setting."""
@@ -173,15 +182,6 @@ class Sweep:
         groups: dict[Hashable, list[Row]] = {}
         for row in self.rows:
             groups.setdefault(frozenset(self.task_of(row).items()), []).append(row)
-        return list(groups.values())
-
-    def group_compared(self) -> list[list[Row]]:
-        """Return the rows in groups: those that are compared with one row, and those of one task without any."""
-        groups: dict[Hashable, list[Row]] = {}
-        for row in self.rows:
-            reference = self.reference_of(row)
-            key = frozenset(self.task_of(row).items()) if reference is None else reference.label
-            groups.setdefault(key, []).append(row)
         return list(groups.values())
 
     @cached_property
@@ -285,20 +285,6 @@ def title_of(name: str, column: Column) -> str:
     return column.title or name
 
 
-def with_real_length(point: Point) -> Point:
-    """Return a point of a sweep with the length of its run, which `resume=extend` may have changed."""
-    saved = recorded_settings(point.directory) if point.settings.keys() & {*LENGTHS} else {}
-    real = {name: normal_value(name, override_text(saved[name])) for name in LENGTHS if saved.get(name) is not None}
-    if not real:
-        return point
-    texts = {name: setting_text(name, value) for name, value in real.items()}
-    parts: dict[str, str] = {}
-    for name, text in point.parts.items():
-        parts |= texts if name in LENGTHS else {name: text}
-    settings = {name: value for name, value in point.settings.items() if name not in LENGTHS}
-    return replace(point, settings=settings | real, parts=parts)
-
-
 def read_sweep(
     overrides: Sequence[str], config_dir: str | Path | None = None, read: Callable[[str], RunRecord] = read_run
 ) -> Sweep:
@@ -312,11 +298,7 @@ def read_sweep(
     experiment = Experiment() if name is None else load_experiment(name, config_dir)
     every_point = sweep_points(overrides, config_dir, read)
     choosing, points = ([point for point in every_point if point.selects is selects] for selects in (True, False))
-    # the report of an experiment lists the runs that do not follow the protocol of its points
-    real = points if name is not None or choosing else [with_real_length(point) for point in points]
-    # an extended run may have become as long as another one, and would count as the same row
-    are_distinct = len({frozenset(point.settings.items()) for point in real}) == len(points)
-    rows = gather(real if are_distinct else points, read)
+    rows = gather(points, read)
     columns, configs = experiment.columns or LOSS, [row.points[0].config for row in rows]
     changed = [] if name is None else _list_changed(overrides, experiment, rows)
     return with_derived(

@@ -4,18 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from depthlm.config.names import setting_text
-from depthlm.counts import count_text, duration_text
+from depthlm.counts import count_text
 from depthlm.report.choice import choice_parts, choice_state, choice_tables, settings_of
 from depthlm.report.comparison import difference_text
-from depthlm.report.equal_cost import COSTS, cost_parts, with_costs
-from depthlm.report.experiment_report import LONGEST_REASON, picture, protocol_parts, result_notes, state_line, warnings
+from depthlm.report.equal_cost import cost_parts
+from depthlm.report.experiment_report import picture, protocol_parts, result_notes, runs_table, state_line, warnings
 from depthlm.report.figures.loss_curves import Panel, draw_loss_curves
 from depthlm.report.rows import Measured, Row, number
-from depthlm.report.scaling_laws import NEEDS, curves, needed_text, savings
 from depthlm.report.sweep import Difference, Sweep
-from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, markdown, number_text, plain
-from depthlm.runs.progress import failure_text
-from depthlm.runs.records import COMPLETE, FAILED
+from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, markdown, number_text
+from depthlm.runs.records import COMPLETE
 
 LEGEND = (
     "Loss: mean over the complete seeds. Difference: between runs with the same seed and otherwise the same settings. "
@@ -42,15 +40,7 @@ def sweep_report(
     parts.append(picture("Loss curves", folder, name, drawn))
     every_run = runs_table(sweep)
     parts.append(markdown(every_run))
-    failed = [
-        f"- {plain(run_label(sweep, row, seed))} failed: {plain(failure_text(run.failure, LONGEST_REASON))}"
-        for row in [*sweep.selection, *sweep.rows]
-        for run, seed in zip(row.runs, row.seeds, strict=True)
-        if run.state == FAILED
-    ]
-    parts += ["\n".join(failed)] if failed else []
-    if sweep.configs:
-        parts += protocol_parts(sweep)
+    parts += protocol_parts(sweep)
     # of incomplete runs, the terminal shows how far they are
     is_complete = all(run.state == COMPLETE for run in sweep.runs)
     tables = [results, *choice_tables(sweep), *settings, *([] if is_complete else [every_run])]
@@ -58,23 +48,16 @@ def sweep_report(
 
 
 def results_table(sweep: Sweep) -> Table:
-    """Return the table of the rows, the lowest validation loss first, with the differences from the baseline.
-
-    Where the baseline's sizes determine a law, columns have the compute and the time that it needs for the same loss.
-    """
+    """Return the table of the rows, the lowest validation loss first, with the differences from the baseline."""
     column = sweep.first[1]
     losses = sweep.pooled_numbers()
     differences = {entry.row.label: entry for entry in sweep.differences() if _is_alike(sweep, entry)}
-    costs = with_costs(sweep)
-    needs = {entry.size.row.label: entry.needs for entry in savings(costs, curves(costs, COSTS))}
-    views = [view for view in ("compute", "time") if any(of_row[view] for of_row in needs.values())]
     best = sweep.best(column)
     head = ["", "seeds", "validation loss ↓"]
     if differences:
         references = {entry.reference.label for entry in differences.values() if entry.reference is not None}
         baseline = setting_text(sweep.experiment.series, sweep.experiment.baseline)
         head.append(f"against {references.pop() if len(references) == 1 else baseline}")
-    head += [NEEDS[view] for view in views]
     table = []
     for row in sorted(sweep.rows, key=lambda row: _rank(losses[row.label])):
         label, loss = row.label, losses[row.label]
@@ -82,39 +65,9 @@ def results_table(sweep: Sweep) -> Table:
         texts = []
         if differences:
             texts.append(difference_text(differences[label], column) if label in differences else DASH)
-        texts += [needed_text(needs[label][view] if label in needs else None) for view in views]
         facts = [_fact(row, name) for name in ("parameters", "tokens")]
         table.append([*cells([label, _seeds(row, loss)]), shown, *cells([*texts, *facts])])
     return Table([*head, "parameters", "tokens"], table, "Results")
-
-
-def runs_table(sweep: Sweep) -> Table:
-    """Return the table of every run: its state, its directory, and its results or progress."""
-    head = ["run", "state", "step", "training loss", "validation loss", "perplexity", "tokens/s", "wall time", "folder"]
-    table = []
-    for row in [*sweep.selection, *sweep.rows]:
-        for run, seed in zip(row.runs, row.seeds, strict=True):
-            loss, step = number(run, "training_loss"), number(run, "steps") or run.step
-            texts = [
-                run.state,
-                DASH if step is None else f"{step:,.0f}",
-                number_text(run.loss if loss is None else loss, 4),
-                number_text(number(run, "validation_loss"), 4),
-                number_text(number(run, "validation_perplexity"), 3),
-                number_text(number(run, "tokens_per_second"), 0),
-                DASH if (seconds := number(run, "wall_seconds")) is None else duration_text(seconds),
-                str(run.directory),
-            ]
-            table.append(cells([run_label(sweep, row, seed), *texts]))
-    return Table(head, table, "Every run")
-
-
-def run_label(sweep: Sweep, row: Row, seed: str) -> str:
-    """Return the label of a run: that of its row, with the seed where the sweep has several."""
-    several = (
-        "seed" not in row.parts and len({seed for other in [*sweep.selection, *sweep.rows] for seed in other.seeds}) > 1
-    )
-    return f"{row.label}, seed {seed}" if several else row.label
 
 
 def _is_alike(sweep: Sweep, entry: Difference) -> bool:

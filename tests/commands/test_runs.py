@@ -2,12 +2,10 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from depthlm.commands.runs import main
-from depthlm.errors import UserError
 
 from ..pictures import quick_pictures
 from ..runs.made_up import ON_GPUS, root, write_run
@@ -47,24 +45,3 @@ def test_the_table_shows_progress_gpu_hours_and_the_reason_of_a_failure(root, ca
     assert line[4:9] == ["40 / 400", "100", "30 min", "0.44", "4"]
     main(["failed"], "depthlm runs")
     assert capsys.readouterr().out.splitlines()[3].split()[-3:] == ["2", "h", "diverged"]
-
-
-def test_a_comparison_prints_results_and_differing_settings_and_draws_both_curves(root, capsys):
-    main(["--compare", "outputs/default/base", "outputs/default/broken", "--to", "to/here"], "depthlm runs")
-    printed = capsys.readouterr().out
-    for line in (["model.name", "vanilla", "mhc"], ["vanilla", "complete", "20"], ["mhc", "failed", "10"]):
-        assert any(text.split()[: len(line)] == line for text in printed.splitlines()), printed
-    assert Path("to/here/loss_curves.png").exists()
-    assert "model.name" in Path("to/here/report.md").read_text()
-
-
-def test_options_that_make_no_sense_together_are_an_error(root):
-    for arguments, message in (
-        (["--compare", "outputs/default/base"], "only one run"),
-        (["--compare", "outputs/default/base", "outputs/default/bsae"], "did you mean `base`"),
-        (["mhc", "--compare", "a", "b"], "a filter does not go with --compare"),
-        (["--to", "here"], "add --compare"),
-    ):
-        with pytest.raises(UserError) as caught:
-            main(arguments, "depthlm runs")
-        assert message in str(caught.value)

@@ -119,5 +119,5 @@ def test_the_wheel_prepares_trains_and_sweeps(reader):
     assert None not in losses
     assert losses[0] != losses[1]
     assert "4 runs below ." in reader.depthlm("runs", "--root", ".")
-    report = reader.depthlm("report", "runs=one,sweep/0.01,sweep/0.02", "to=report")
+    report = reader.depthlm("report", "one", "sweep/0.01", "sweep/0.02", "to=report")
     assert list((reader.work / "report").glob("*.md")), report

@@ -11,6 +11,7 @@ import yaml
 
 from depthlm.config import Config, compose_anywhere
 from depthlm.config.experiment import Column, Experiment
+from depthlm.config.keys import flatten, on_resume, override_text
 from depthlm.report.experiment_report import experiment_report
 from depthlm.report.rows import gather
 from depthlm.report.sweep import LOSS, Sweep, with_derived
@@ -87,7 +88,10 @@ def write_run(
             row |= {"validation/set/loss": now, "wall_seconds": SECONDS * step / STEPS}
         rows.append(row)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "config.yaml").write_text(yaml.safe_dump({"seed": 1, "model": {"name": "vanilla"}} | (config or {})))
+    settings = {"seed": 1, "model": {"name": "vanilla"}} | (config or {})
+    named = {name: override_text(value) for name, value in flatten(settings).items() if on_resume(name) != "free"}
+    differences = {name: text for name, text in named.items() if name not in ("seed", "model.name")}
+    (folder / "config.yaml").write_text(yaml.safe_dump({"differences": differences} | settings))
     if failure is not None:
         (folder / "failure.json").write_text(json.dumps({"time": "", "error": failure}))
     elif done == 1:

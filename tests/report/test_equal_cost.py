@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthlm.report.equal_cost import CONTEXT, COSTS, cost_table, with_costs
-from depthlm.report.figures.equal_cost import CostPoint, find_front
+from depthlm.report.equal_cost import CONTEXT, COSTS, CostPoint, cost_table, find_front, with_costs
 from depthlm.report.scaling_laws import curves, savings
 from depthlm.report.sweep import read_sweep
 from depthlm.sweeps import sweep_points

@@ -11,10 +11,10 @@ from depthlm.report.figures.loss_curves import (
     LossCurve,
     Panel,
     draw_loss_curves,
+    mean_points,
     panels_of,
 )
 from depthlm.report.figures.style import Mechanism, mechanism_of
-from depthlm.report.figures.validation_curves import mean_points
 from depthlm.runs.records import read_run
 from depthlm.sweeps.point import Point
 
@@ -46,14 +46,13 @@ BOTH = {"model": ["vanilla", "dca"]}
 @pytest.mark.parametrize(
     ("points", "titles", "names"),
     [
-        ([BOTH | {"size.num_layers": [2, 4]}], ["num layers 2", "num layers 4"], ["vanilla", "dca"]),
         # the names of the tasks in the experiment
         (
             [BOTH | {"task": "shallow", "size.num_layers": 2}, BOTH | {"task": "deep", "size.num_layers": 4}],
             ["shallow", "deep"],
             ["vanilla", "dca"],
         ),
-        # without a second row of any task, the sizes are the panels: here the configurations have one
+        # without names, the sizes are the panels: here the configurations have one
         ([{"label": "vanilla", "model": "vanilla", "size.num_layers": [2, 4]}], ["tiny"], ["2", "4"]),
     ],
 )

@@ -52,10 +52,9 @@ def test_the_report_has_the_fit_and_the_savings():
     assert row(text, "dca", 0)[-2:] == ["–", "–"]
     assert row(text, "dca, 2", 3) == ["2M", "3.650", "1.25", "1.56"]
     assert row(text, "dca, 8", 3) == ["8M", "3.177", "1.25 \\*", "1.56 \\*"]
-    assert "\\*: extrapolated beyond the sizes of vanilla." in text
+    assert "\\*: extrapolated beyond these sizes." in text
     assert "for the loss of dca, 4." in text
     assert "Dotted lines" in text
-    assert "Intervals" not in text
     assert is_png("scaling.png")
 
 
@@ -78,19 +77,11 @@ def test_seeds_give_intervals_that_cover_the_truth():
         assert needs.interval[0] * 0.99 < 1.25 < needs.interval[1] * 1.01
         assert needs.is_clear
     text = reported(of, seeds=seeds)
-    assert "of twenty, one is expected to miss" in text
     assert row(text, "dca, 2", 3)[2].startswith("1.2")
 
 
-@pytest.mark.parametrize(
-    ("losses", "compute", "note"),
-    [
-        ([], [], "no point is complete"),
-        ([3.0, 2.9], [1.0, 2.0], "the fit goes through two points"),
-        ([2.9, 3.0], [1.0, 2.0], "does not fall with its compute, so no saving"),
-    ],
-)
-def test_too_few_points_explain_the_missing_numbers(losses, compute, note):
+@pytest.mark.parametrize(("losses", "compute"), [([], []), ([3.0, 2.9], [1.0, 2.0]), ([2.9, 3.0], [1.0, 2.0])])
+def test_too_few_points_give_no_factors(losses, compute):
     points = [{"label": label, "model": label, "size.num_layers": [2, 4]} for label in ("vanilla", "dca")]
     of = experiment(points=points, columns=LOSS, figure="scaling")
     vanilla, dca = directories(of)[:2], directories(of)[2:]
@@ -99,9 +90,7 @@ def test_too_few_points_explain_the_missing_numbers(losses, compute, note):
     if losses:
         write_run(dca[0], 2.95)
     text = reported(of)
-    assert note in text
-    if losses != [3.0, 2.9] or compute[-1] < 2:
-        assert "What vanilla needs" not in text
+    assert "What vanilla needs" not in text
     assert Path("report/scaling.png").exists() == bool(losses)
 
 

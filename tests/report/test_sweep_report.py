@@ -1,40 +1,22 @@
 """The table of results of a sweep without an experiment."""
 
-import math
 from dataclasses import replace
 
 import pytest
 
 from depthlm.errors import UserError
+from depthlm.report.experiment_report import runs_table
 from depthlm.report.sweep import read_sweep, with_baseline
-from depthlm.report.sweep_report import results_table, runs_table
+from depthlm.report.sweep_report import results_table
 from depthlm.report.tables import Table
 from depthlm.sweeps import sweep_points
 
 from .made_up import write_run
 
-SIZES = ("nano_60k", "nano_160k", "nano_330k", "nano_630k")
-
 
 def lines(table: Table) -> dict[str, list[str]]:
     """Return the cells of each row by the first one."""
     return {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
-
-
-def test_a_factor_of_compute_stands_where_the_sizes_of_the_baseline_give_a_law():
-    overrides = ["model=vanilla,mhc", f"size={','.join(SIZES)}", "seed=1,2"]
-    for point in sweep_points(overrides):
-        flops = 1e15 * 4 ** SIZES.index(point.settings["size"])
-        # mhc needs half the compute; each seed shifts both mechanisms alike, and mhc by another 0.01%
-        gain = 2**-0.1 * (1 + 1e-4 * int(point.settings["seed"])) if point.mechanism == "mhc" else 1.0
-        loss = 3.0 * (flops / 1e15) ** -0.1 * gain * (1 + 0.01 * int(point.settings["seed"]))
-        write_run(point.directory, loss, training_flops=flops, parameters=round(math.sqrt(flops)))
-    table = results_table(read_sweep(overrides))
-    assert table.head[3:5] == ["against vanilla", "times the compute"]
-    factors = {label: cells[3] for label, cells in lines(table).items()}
-    assert factors["vanilla, nano_60k"] == "–"
-    assert factors["mhc, nano_60k"].startswith("2.00 [")
-    assert next(iter(lines(table))) == "mhc, nano_630k"
 
 
 def test_the_seeds_are_counted_and_their_interval_is_pooled():

@@ -1,20 +1,20 @@
-"""Curves of many runs in one figure, such as their training losses: a panel per task, and a curve per row."""
+"""Curves of many runs in one figure: training losses, a panel per task, or validation perplexities over one axis."""
 
+import math
 import textwrap
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from depthlm.config.names import normal_value
 from depthlm.counts import count_text
 from depthlm.report.figures.style import Mechanism, Style, mechanism_of, style_of
-from depthlm.report.rows import Row, number, setting_title
+from depthlm.report.rows import Row, number
 from depthlm.report.sweep import Sweep, range_text
 from depthlm.runs.plots import distinct, grid, save, short, subplots
-from depthlm.runs.records import COMPLETE, RunRecord, interval_losses
+from depthlm.runs.records import COMPLETE, RunRecord, Validation, interval_losses, perplexity
 
 # SMOOTHED: the share of a run's logged steps in the running mean. START: the share of a panel's longest run whose
 # losses may exceed the y axis, so that differences at the end can be seen.
@@ -24,6 +24,10 @@ SMOOTHABLE = 24
 # with more curves in a panel, only one of each mechanism is named
 MOST_NAMED = 24
 ACROSS = 3
+# the longest training time, in seconds, that is shown in each unit
+UNITS = {"seconds": 600.0, "minutes": 4 * 3600.0, "hours": math.inf}
+SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}
+VALIDATIONS = "Points: the validations, each the perplexity of the mean loss over the validation sets."
 # points of the text at the end of a curve, and of one line of it
 TEXT, LINE = 8, 10
 # points of a title, and inches beside it: those of the y axis
@@ -92,62 +96,33 @@ class End(NamedTuple):
     y: float
 
 
-def panels_of(sweep: Sweep) -> list[Panel]:
-    """Return a panel for each group of rows that are compared with the same baseline, in the order of the rows.
+def panels_of(sweep: Sweep, mechanism: Callable[[Row], Mechanism] | None = None) -> list[Panel]:
+    """Return a panel for each task that the experiment names, or for each model size, in the order of the rows.
 
-    Where no row is compared with another one, there is a panel for each model size.
+    mechanism: of a row; None: that of its point.
     """
-    groups = sweep.group_compared()
-    sizes = {row.label: config.size.name for row, config in zip(sweep.rows, sweep.configs, strict=True)}
-    if len(groups) == 1:
-        title = sizes[sweep.rows[0].label] if len(set(sizes.values())) == 1 else ""
-        return [_panel(sweep, title, sweep.rows, names_of(sweep.rows))]
-    if len(groups) == len(sweep.rows):
-        titles = list(dict.fromkeys(sizes.values()))
-        groups = [[row for row in sweep.rows if sizes[row.label] == title] for title in titles]
-    else:
-        titles = _titles(sweep, groups)
-    return [_panel(sweep, title, rows, names_of(rows)) for title, rows in zip(titles, groups, strict=True)]
+    groups: dict[str, list[Row]] = {}
+    for row in sweep.rows:
+        groups.setdefault(row.parts.get("task") or sweep.shape_of(row).size, []).append(row)
+    return [
+        Panel(
+            _make_title(sweep, title, rows),
+            [
+                LossCurve(name, mechanism(row) if mechanism else mechanism_of(row.points[0]), row.runs)
+                for row, name in zip(rows, names_of(rows), strict=True)
+            ],
+        )
+        for title, rows in groups.items()
+    ]
 
 
-def _panel(sweep: Sweep, title: str, rows: Sequence[Row], names: Sequence[str]) -> Panel:
-    curves = [LossCurve(name, mechanism_of(row.points[0]), row.runs) for row, name in zip(rows, names, strict=True)]
-    shapes = {(size.num_layers, size.hidden_size) for row in rows if (size := sweep.size_of(row)) is not None}
-    return Panel(make_title(title, shapes, [run for row in rows for run in row.runs]), curves)
-
-
-def make_title(title: str, shapes: Set[tuple[Any, Any]], runs: Sequence[RunRecord]) -> str:
-    """Return the title of a panel with the sizes of its models, as in `micro: 4 layers of width 64, 369K parameters`.
-
-    shapes: their layers and widths; None where they are unknown.
-    """
-    is_known = len(shapes) == 1 and None not in next(iter(shapes))
-    facts = [f"{layers} layers of width {width}" for layers, width in shapes] if is_known else []
-    parameters = {value for run in runs if (value := number(run, "parameters")) is not None}
+def _make_title(sweep: Sweep, title: str, rows: Sequence[Row]) -> str:
+    """Return a title with the sizes of the models, as in `micro: 4 layers of width 64, 369K parameters`."""
+    shapes = {sweep.shape_of(row) for row in rows}
+    facts = [f"{shape.layers} layers of width {shape.width}" for shape in shapes if shape.layers and len(shapes) == 1]
+    parameters = {value for row in rows for run in row.runs if (value := number(run, "parameters")) is not None}
     facts += [f"{range_text(parameters)} parameters"] if parameters else []
     return ": ".join(filter(None, [title, ", ".join(facts)]))
-
-
-def _titles(sweep: Sweep, groups: Sequence[Sequence[Row]]) -> list[str]:
-    """Return what distinguishes the groups: their tasks' names, one setting if that is enough, or several.
-
-    Where nothing does, it is the label of each group's first row.
-    """
-    tasks = [name for row in sweep.rows for name in sweep.task_of(row)]
-    others = [name for row in sweep.rows for name in row.settings if name != sweep.experiment.series]
-    by_setting = []
-    for name in dict.fromkeys(["task", "size", *tasks, *others]):
-        values = [{(row.parts | row.settings).get(name) for row in rows} for rows in groups]
-        if all(len(of_group) == 1 and None not in of_group for of_group in values):
-            # the value of a group, `size=tiny`, says what it is; a number does not
-            title = f"{setting_title(name)} " if "." in name else ""
-            by_setting.append([f"{title}{normal_value(name, value or '')}" for (value,) in values if value != "null"])
-    by_setting = [titles for titles in by_setting if len(titles) == len(groups) and len(set(titles)) > 1]
-    several = [", ".join(texts) for texts in zip(*by_setting, strict=True)]
-    for titles in (*by_setting, several):
-        if len(set(titles)) == len(groups):
-            return titles
-    return [rows[0].label for rows in groups]
 
 
 def names_of(rows: Sequence[Row]) -> list[str]:
@@ -162,6 +137,45 @@ def draw_loss_curves(panels: Sequence[Panel], path: Path, stamp: str, title: str
     about = f"Training losses, as a running mean over about {SMOOTHED:.0%} of a run's logged steps."
     quantity = Quantity(read, "tokens", "training loss (nats per token)", about, mean_line, smoothed=True)
     return draw_curves(panels, quantity, path, stamp, title)
+
+
+def draw_validation_curves(sweep: Sweep, over: str, path: Path) -> list[str] | None:
+    """Draw the perplexity of all rows over `steps`, `tokens` or `time`; None where no run has any. Returns notes."""
+    curves = [
+        LossCurve(name, mechanism_of(row.points[0]), row.runs)
+        for row, name in zip(sweep.rows, names_of(sweep.rows), strict=True)
+    ]
+    quantity = _quantity(over, sweep.runs)
+    return draw_curves([Panel("", curves)], quantity, path, sweep.stamp(), sweep.experiment.title)
+
+
+def _quantity(over: str, runs: list[RunRecord]) -> Quantity:
+    longest = max((validation.seconds or 0.0 for run in runs for validation in run.validations), default=0.0)
+    unit = next(unit for unit, most in UNITS.items() if longest <= most)
+
+    def place(validation: Validation) -> float | None:
+        if over == "time":
+            return None if validation.seconds is None else validation.seconds / SECONDS[unit]
+        return validation.step if over == "steps" else validation.tokens
+
+    def read(run: RunRecord) -> Line:
+        places = [(place(validation), perplexity(validation.loss)) for validation in run.validations]
+        points = [(x, math.nan if y is None else y) for x, y in places if x is not None]
+        return Line(np.array([x for x, _ in points], float), np.array([y for _, y in points], float))
+
+    title = f"training time ({unit})" if over == "time" else over
+    return Quantity(read, title, "validation perplexity", VALIDATIONS, mean_points, marker="o", counts=over != "time")
+
+
+def mean_points(lines: Sequence[Line]) -> tuple[Line, Any]:
+    """Return the means of the first, second, ... validations of runs, which may take place at different times.
+
+    Also returns their perplexities, [lines, validations]. Runs with different numbers of validations are interpolated.
+    """
+    if len({len(line.x) for line in lines}) > 1:
+        return mean_line(lines)
+    perplexities = np.array([line.y for line in lines])
+    return Line(np.mean([line.x for line in lines], axis=0), perplexities.mean(axis=0)), perplexities
 
 
 def draw_curves(

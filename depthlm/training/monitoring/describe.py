@@ -186,7 +186,7 @@ def show_next_commands(config: Config) -> None:
     commands = (
         f'{command("-m depthlm generate", "generate")} run={run}{trust} prompt="The"',
         f"{command('-m depthlm inspect', 'inspect')} run={run}{trust}",
-        f"{command('-m depthlm runs', 'runs')} --compare {run} <another run>",
+        f"{command('-m depthlm report', 'report')} {run} <another run>",
     )
     console.print("\n  ".join(["Next:", *commands]), soft_wrap=True, markup=False)
 
