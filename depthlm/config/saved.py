@@ -96,7 +96,7 @@ def read_config(file: Path, subject: str) -> Config:
         raise UserError(f"{subject} cannot be read ({error})") from None
     if not saved or not isinstance(saved, dict):
         raise UserError(f"{subject} cannot be read (it has no keys)")
-    config, errors = validate_values(_with_residual(saved))
+    config, errors = validate_values(saved)
     if config is None:
         is_foreign = any("no such key" in error for error in errors)
         what = "not the configuration of a run of this version: " if is_foreign else ""
@@ -113,22 +113,12 @@ def as_text(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def _with_residual(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved configuration with `precision.fp32_residual`: runs without this key had it under autocast."""
-    precision, sharding = saved.get("precision"), saved.get("deepspeed")
-    if not isinstance(precision, dict) or not isinstance(sharding, dict) or "fp32_residual" in precision:
-        return saved
-    autocast = precision.get("name") == "bf16" and sharding.get("stage") == 0
-    return saved | {"precision": precision | {"fp32_residual": autocast}}
-
-
 def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:
     """Return the keys that differ and may affect the result, each with a description of both values.
 
     A run of an older version lacks newer keys, whose defaults must have the effect that it had without them.
     """
     differences: dict[str, str] = {}
-    saved = saved if prefix else _with_residual(saved)
     for key in sorted({*saved, *now}):
         name = f"{prefix}{key}"
         if on_resume(name) == "free":

@@ -8,7 +8,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -265,54 +264,19 @@ def training_loss(row: Mapping[str, Any]) -> float | None:
 
 
 def interval_losses(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, float | None]]:
-    """Return the mean training loss of each logging interval with the tokens at its middle; None for a gap.
+    """Return the mean training loss of each row with the tokens at the middle of its updates; None for a gap.
 
-    So that all points are means over about as many updates, a short interval, as a checkpoint or the end of a run makes
-    it, joins one beside it. A row inside an interval, from a stop by a signal, is left out: a later row contains it.
+    A row without `interval_updates` begins where the one before it ends.
     """
-    intervals = list(_intervals([row for row in rows if finite(row.get("tokens")) is not None and row["step"] > 0]))
-    kept = [
-        part for part, later in zip_longest(intervals, intervals[1:]) if later is None or later.start > part.start + 0.5
-    ]
-    sizes = sorted(part.updates for part in kept if part.loss is not None)
-    usual = sizes[len(sizes) // 2] if sizes else 0
-    points: list[_Interval] = []
-    for part in kept:
-        is_last = part is kept[-1] and part.updates < usual
-        if points and None not in (points[-1].loss, part.loss) and (points[-1].updates < usual or is_last):
-            part = points.pop().joined(part)
-        points.append(part)
-    return [((point.start + point.end) / 2, point.loss) for point in points]
-
-
-class _Interval(NamedTuple):
-    """Between two numbers of tokens, the mean loss over its updates; None without any."""
-
-    start: float
-    end: float
-    updates: int
-    loss: float | None
-
-    def joined(self, after: "_Interval") -> "_Interval":
-        """Return the interval that contains this one and the one after it."""
-        updates = self.updates + after.updates
-        assert self.loss is not None
-        assert after.loss is not None
-        return _Interval(
-            self.start, after.end, updates, (self.loss * self.updates + after.loss * after.updates) / updates
-        )
-
-
-def _intervals(rows: Sequence[Mapping[str, Any]]) -> Iterator[_Interval]:
-    """Yield what each row is the mean of; a row without `interval_updates` begins where the one before it ends."""
-    before = 0
+    points, before = [], 0
     for row in rows:
-        step, loss, updates = row["step"], training_loss(row), row.get("interval_updates")
-        if type(updates) is not int or loss is None:
-            updates = max(1, step - before)
-        start = max(0, step - updates) * row["tokens"] / step
-        yield _Interval(start, row["tokens"], updates, loss)
+        step, updates = row["step"], row.get("interval_updates")
+        if finite(row.get("tokens")) is None or step <= 0:
+            continue
+        start = max(0, step - updates) if type(updates) is int else before
+        points.append(((start + step) / 2 * row["tokens"] / step, training_loss(row)))
         before = step
+    return points
 
 
 def row_of(line: str | bytes) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from depthlm.counts import count_text
+from depthlm.counts import count_text, duration_text
 from depthlm.data.corpora.formats import PARQUET, split_codec
 from depthlm.data.corpora.sources import all_sources, is_remote, text_files
 from depthlm.data.manifest import Manifest, dtype_of, little_endian
@@ -44,7 +44,7 @@ class Estimate:
         count = "one core" if cores == 1 else f"{cores} cores"
         tokens = count_text(round(self.tokens))
         disk = f"about {_size(self.disk_bytes)} of disk for {tokens} tokens" if self.disk_bytes else "almost no disk"
-        return f"{disk}, {download}{_duration(self.seconds)} on {count} of this machine"
+        return f"{disk}, {download}{duration_text(self.seconds)} on {count} of this machine"
 
 
 def estimate(name: str, source: Source, data: Data) -> Estimate | None:
@@ -113,9 +113,3 @@ def _size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 5400:
-        return f"{round(seconds / 60)} minutes" if seconds > 90 else "about a minute"
-    return f"{seconds / 3600:.0f} hours" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"

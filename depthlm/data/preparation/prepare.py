@@ -23,7 +23,6 @@ from depthlm.data.preparation import progress as progress_file
 from depthlm.data.preparation.encode import Job, encode, encoded_batches, held_out_fraction, identity
 from depthlm.data.preparation.estimate import check_disk_space
 from depthlm.data.preparation.parts import Part, encode_part, folder_of, missing_files, stored_batches
-from depthlm.data.preparation.progress import training_bar
 from depthlm.data.settings import Data, Source
 from depthlm.data.token_files import check_settings, quota, settings, token_folder
 from depthlm.data.token_files import vocab_size as vocab_size_of
@@ -88,9 +87,9 @@ def make_tokenizer(data: Data, console: Console) -> Tokenizer:
     if data.tokenizer == "bytes":
         return bytes_tokenizer()
     if data.tokenizer == "bpe":
-        total_bytes = len(train_sources(data)) * sample_bytes(data.vocab_size)
-        with parallel_tokenizers(), training_bar(console, data.vocab_size, total_bytes) as counted:
-            return train_bpe(counted(_text_for_training(data)), data.vocab_size)
+        console.print(f"training a tokenizer of {data.vocab_size:,} tokens")
+        with parallel_tokenizers():
+            return train_bpe(_text_for_training(data), data.vocab_size)
     tokenizer = pretrained_tokenizer(data.tokenizer, data.end_of_text)
     end = tokenizer.end
     console.print(f"end of text: {end.token!r} (id {end.id}), by {end.source}", markup=False)

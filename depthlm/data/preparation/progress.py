@@ -6,8 +6,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -15,7 +14,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from depthlm.data.corpora.sources import TextFiles
 from depthlm.data.manifest import FILE_NAME as MANIFEST
@@ -213,31 +212,6 @@ def clear(folder: Path) -> None:
         if file.name != MARK:
             shutil.rmtree(file) if file.is_dir() and not file.is_symlink() else file.unlink()
     sync(folder)
-
-
-@contextmanager
-def training_bar(
-    console: Console, vocab_size: int, total_bytes: int
-) -> Iterator[Callable[[Iterable[str]], Iterator[str]]]:
-    """Show a bar while a tokenizer is trained: first for the text it reads, then for the search for merges.
-
-    Yields a function that counts the texts passing through it.
-    """
-    label = f"training a tokenizer of {vocab_size:,} tokens"
-    if not console.is_terminal:
-        console.print(label)
-    columns = TextColumn(label), BarColumn(), TextColumn("{task.fields[doing]}"), TimeElapsedColumn()
-    hidden = console.quiet or not console.is_terminal
-    with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
-        task = bar.add_task("", total=total_bytes, doing="reading")
-
-        def count_texts(texts: Iterable[str]) -> Iterator[str]:
-            for text in texts:
-                bar.advance(task, len(text))
-                yield text
-            bar.update(task, total=None, doing="finding merges")
-
-        yield count_texts
 
 
 class ProgressBar(Progress):

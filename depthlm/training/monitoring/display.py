@@ -2,20 +2,26 @@
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console
 from rich.highlighter import RegexHighlighter
 from rich.logging import RichHandler
-from rich.progress import Progress, Task
-from rich.progress_bar import ProgressBar
-from rich.segment import ControlType, Segment
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+from rich.text import Text
 from rich.theme import Theme
 
 from depthlm.console import stdout_console
@@ -36,10 +42,6 @@ ACCENT = "cyan"
 SLOW_DATA = 0.05
 # which parts of a row a long line keeps, the most important ones first
 ROW_IMPORTANCE = ("step", "loss", "norm", "speed", "left", "data", "rate", "mfu")
-# columns of the bar itself
-SHORTEST, LONGEST = 8, 40
-# which parts a narrow terminal keeps, the most important ones first
-IMPORTANCE = ("step", "loss", "remaining", "speed", "time", "tokens", "mfu", "memory", "elapsed")
 
 
 class LossHighlighter(RegexHighlighter):
@@ -154,20 +156,12 @@ def row_text(row: dict[str, Any], last: int, steps: int, seconds: float) -> str:
     # the first step of a run takes longer than the others
     if remaining and row["step"] > 1:
         parts["left"] = f"{duration_text(remaining)} left"
-    kept = _fitting_names(parts, ROW_IMPORTANCE, LOG_WIDTH)
-    return "  ".join(text for name, text in parts.items() if name in kept)
-
-
-def _fitting_names(texts: dict[str, str], importance: tuple[str, ...], width: int) -> set[str]:
-    """Return the names of the most important texts that fit into a line, with two spaces between them."""
     kept, used = set(), 0
-    for name in importance:
-        length = cell_len(texts[name]) + 2 if name in texts else 0
-        if used + length > width + 2:
-            break
-        kept.add(name)
-        used += length
-    return kept & texts.keys()
+    for name in ROW_IMPORTANCE:
+        used += len(parts[name]) + 2 if name in parts else 0
+        if used <= LOG_WIDTH + 2:
+            kept.add(name)
+    return "  ".join(text for name, text in parts.items() if name in kept)
 
 
 class SmoothMean:
@@ -205,8 +199,15 @@ class Bar:
     ) -> None:
         """completed, last: steps. mfu: the model FLOPs utilization at a speed in tokens/s. on: where it is drawn."""
         self.enabled = rank == 0 and on.is_terminal
-        self.progress = _OneLine(console=on, disable=not self.enabled)
-        self.task = self.progress.add_task("train", total=last, completed=completed, parts={})
+        columns = (
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(complete_style=ACCENT, finished_style=ACCENT),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            NumbersColumn(),
+        )
+        self.progress = Progress(*columns, console=on, disable=not self.enabled)
+        self.task = self.progress.add_task("train", total=last, completed=completed, numbers="")
         self.loss, self.seconds = SmoothMean(LOSS_DECAY), SmoothMean(TIME_DECAY)
         self.tokens_per_step, self.mfu = tokens_per_step, mfu
         self.memory: float | None = None
@@ -225,72 +226,31 @@ class Bar:
         if loss is not None:
             self.loss.add(loss)
         self.seconds.add(seconds)
-        self.progress.update(self.task, completed=step, parts=self._parts(tokens))
+        self.progress.update(self.task, completed=step, numbers="  ".join(self._numbers(tokens)))
 
     def row(self, row: dict[str, Any]) -> None:
         """Show the memory of a row of metrics: the peak of the GPU's allocator, or of this process on a CPU."""
         self.memory = row["peak_memory_gib"]
 
-    def _parts(self, tokens: int) -> dict[str, str]:
-        seconds = self.seconds.value or 0.0
-        parts = {"tokens": f"{count_text(tokens)} tokens", "time": step_time_text(seconds)}
+    def _numbers(self, tokens: int) -> Iterator[str]:
+        """Yield the numbers of the last step, those that matter most first."""
         if self.loss.value is not None:
-            parts["loss"] = f"smoothed loss {number_text(self.loss.value)}"
+            yield f"smoothed loss {number_text(self.loss.value)}"
+        seconds = self.seconds.value or 0.0
         if seconds > 0:
             speed = self.tokens_per_step / seconds
-            parts["speed"] = f"{count_text(round(speed))} tokens/s"
+            yield f"{count_text(round(speed))} tokens/s"
+            yield step_time_text(seconds)
             if (mfu := self.mfu(speed)) is not None:
-                parts["mfu"] = f"mfu {mfu:.1%}"
+                yield f"mfu {mfu:.1%}"
+        yield f"{count_text(tokens)} tokens"
         if self.memory is not None:
-            parts["memory"] = f"{self.memory:.2f} GiB"
-        return parts
+            yield f"{self.memory:.2f} GiB"
 
 
-class _OneLine(Progress):
-    """Rich's progress display, which estimates the remaining time and redraws itself ten times per second."""
+class NumbersColumn(ProgressColumn):
+    """The numbers of a task on one line, of which a narrow terminal shows the first ones."""
 
-    def get_renderable(self) -> "_Line":
-        return _Line(self.tasks[0] if self.tasks else None)
-
-
-class _Line:
-    """The bar and the parts of a task that fit into the width of the console, measured when they are drawn."""
-
-    def __init__(self, task: Task | None) -> None:
-        self.task = task
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        # A terminal that becomes narrower wraps the line that it shows. The cursor stays at the start of the line, so
-        # that it then is at the first of the wrapped rows, and the next drawing erases all of them. Without automatic
-        # wrapping, a line that was measured just before the change is cut off instead.
-        yield _control("\x1b[J\x1b[?7l")
-        if self.task is not None:
-            # a line as wide as the terminal would wrap in some of them
-            yield from _fit_columns(self.task, console, options, options.max_width - 1)
-        yield _control("\x1b[?7h\r")
-
-
-def _control(codes: str) -> Segment:
-    # Rich neither counts nor cuts the codes of a segment that has the last argument, which nothing else reads
-    return Segment(codes, None, [(ControlType.CARRIAGE_RETURN,)])
-
-
-def _fit_columns(task: Task, console: Console, options: ConsoleOptions, width: int) -> RenderResult:
-    step, last = int(task.completed), int(task.total or 0)
-    texts = {
-        "step": f"step {step}/{last}",
-        **task.fields["parts"],
-        "elapsed": duration_text((task.finished_time if task.finished else task.elapsed) or 0.0),
-        "remaining": f"{'?' if task.time_remaining is None else duration_text(task.time_remaining)} left",
-    }
-    kept = _fitting_names(texts, IMPORTANCE, width)
-    used = sum(cell_len(texts[name]) + 2 for name in kept)
-    order = ("step", "loss", "tokens", "time", "speed", "mfu", "memory", "elapsed", "remaining")
-    first, *others = [texts[name] for name in order if name in kept] or [texts["step"]]
-    yield Segment(first[: max(0, width)])
-    if (room := min(LONGEST, width - used)) >= SHORTEST:
-        yield Segment("  ")
-        bar = ProgressBar(total=max(last, 1), completed=step, width=room, complete_style=ACCENT, finished_style=ACCENT)
-        yield from bar.__rich_console__(console, options.update(width=room))
-    for text in others:
-        yield Segment(f"  {text}")
+    def render(self, task: Task) -> Text:
+        """Return the text of the numbers."""
+        return Text(task.fields["numbers"], no_wrap=True, overflow="ellipsis")
