@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 from depthlm.config.arguments import describe_keys
 from depthlm.config.compose import compose_anywhere
@@ -270,41 +269,17 @@ def take_snapshot(snapshot: Path, points: Sequence[Point]) -> None:
 
 @contextmanager
 def lock_sweeps(folder: Path) -> Iterator[None]:
-    """Wait until no other process submits a sweep from this folder. If nothing is submitted, leave no folder.
-
-    Raises UserError if the folder cannot be created.
-    """
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
-    path = folder / "lock"
+    """Wait until no other process submits a sweep from this folder. Raises UserError if it cannot be created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open_appending(path)
+        lock = open_appending(folder / "lock")
     except OSError as error:
         raise UserError(f"{folder}: cannot be created ({error})") from None
     with lock:
         # a file system without locks; `take_snapshot` still refuses a folder of another process
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _is_open(lock, path):
-            # the process that held the lock has removed the folder
-            with lock_sweeps(folder):
-                yield
-            return
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                if os.listdir(folder) == [path.name]:
-                    path.unlink()
-                    for empty in created or [folder]:
-                        empty.rmdir()
-
-
-def _is_open(file: IO[str], path: Path) -> bool:
-    """Return whether a path still is the file that is open."""
-    with suppress(OSError):
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    return False
+        yield
 
 
 def _files() -> list[Path]:

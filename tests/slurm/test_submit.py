@@ -60,7 +60,7 @@ def test_a_dry_run_prints_the_script_and_the_points_of_the_same_sweep(four_point
         shlex.split(command)
     )
     assert (REPOSITORY / "depthlm/slurm/train.sbatch").read_text() in output
-    assert not (tmp_path / "runs").exists()
+    assert [*(tmp_path / "runs/.slurm").glob("0*")] == []
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_two_submissions_at_once_train_every_point_once(four_points, tmp_path, b
     assert [folder.name for folder in (tmp_path / "runs/.slurm").glob("0*")] == ["0001"]
 
 
-def test_a_submission_that_sbatch_rejects_or_gives_no_id_is_reported_and_leaves_nothing(
+def test_a_submission_that_sbatch_rejects_or_gives_no_id_is_reported_and_leaves_no_snapshot(
     four_points, tmp_path, bin_folder, submit
 ):
     # one of the points
@@ -117,7 +117,7 @@ def test_a_submission_that_sbatch_rejects_or_gives_no_id_is_reported_and_leaves_
     fake(bin_folder, "sbatch", 'echo "Requested node configuration is not available" >&2; exit 1\n')
     with pytest.raises(UserError, match="sbatch: Requested node configuration is not available"):
         submit(*point)
-    assert not (tmp_path / "runs").exists()
+    assert [*(tmp_path / "runs/.slurm").glob("0*")] == []
     # what was there before stays there
     (tmp_path / "runs/.slurm/0001").mkdir(parents=True)
     fake(bin_folder, "sbatch", 'echo "Welcome to the cluster"\n')
@@ -141,7 +141,7 @@ def test_what_training_would_refuse_is_not_submitted(four_points, tmp_path, subm
     ):  # fmt: skip
         with pytest.raises(UserError, match=words):
             submit(*four_points, "model=vanilla", "optimizer.lr=0.001", *more)
-    assert not (tmp_path / "runs").exists()
+    assert [*(tmp_path / "runs/.slurm").glob("0*")] == []
 
 
 def test_a_complete_run_counts_unless_its_settings_or_the_code_of_its_mechanism_have_changed(
