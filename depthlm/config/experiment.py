@@ -1,15 +1,10 @@
 """The keys of conf/experiment and conf/budget: the points, the paper's numbers, and how far the runs are shrunk."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
-
-from pydantic import BeforeValidator
+from typing import Any, Literal
 
 from depthlm.counts import Count
 from depthlm.fields import key
-
-# a list of settings, or a single one
-Names = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
 @dataclass(frozen=True)
@@ -49,10 +44,10 @@ class Experiment:
         "`paper` holds the paper's numbers by column: a number, `[number, spread]`, or null. A value `@label, "
         "task` stands for the run directory of that point",
     )
-    best_over: Names = key(
-        [],
-        "one or two settings, such as optimizer.lr, whose values in the points are a grid: for each group of points "
-        "that differ in nothing else but the seed, the best value by the first column is chosen, and reported",
+    best_over: str | None = key(
+        None,
+        "setting, such as optimizer.lr, whose values in the points are a grid: for each group of points that differ in "
+        "nothing else but the seed, the best value by the first column is chosen, and reported",
     )
     selection_seeds: list[int] = key([], "seeds of the runs that choose; the seeds of the points are those that report")
     widen: int = key(

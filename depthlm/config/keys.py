@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from depthlm.config.errors import join_names, nearest
-from depthlm.config.experiment import Names
 from depthlm.config.schema import Config, Recomputation
 from depthlm.config.validate.decoder import check_target
 from depthlm.counts import Count
@@ -31,7 +30,6 @@ WORDS = {
     list[int]: "a list of integers",
     list[float]: "a list of numbers",
     list[str]: "a list of texts",
-    Names: "a setting, or a list of settings",
 }
 
 # the class of a mechanism or of an optimizer defines its settings, so the schema does not list them

@@ -222,7 +222,7 @@ def keys_of_points(experiment: Experiment, overrides: Sequence[str]) -> set[str]
         for key, value in values
         if key in texts
         and (
-            key in experiment.best_over
+            key == experiment.best_over
             or any(texts[key] == str(v) for v in (value if isinstance(value, list) else [value]))
         )
     }

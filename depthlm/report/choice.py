@@ -1,6 +1,6 @@
 """The choice of a value in a report: what was chosen in each group, the values beside it, and the runs spent on it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from depthlm.report.tables import DASH, Table, cells, markdown, number_text, pla
 from depthlm.runs.records import WAITING, RunRecord
 from depthlm.sweeps.best import (
     Value,
-    axis,
     group_of,
+    ordered,
     report_parts,
     selection_column,
     undecided_text,
@@ -41,7 +41,7 @@ class Group:
 
     label: str
     grid: dict[Value, Row]
-    chosen: Value | None
+    chosen: Value
     column: Column
 
     @property
@@ -54,24 +54,18 @@ class Group:
         row = self.grid[value]
         return len(by_seed(row, self.column)) < len(row.runs)
 
-    def beside(self, place: int) -> tuple[Value | None, Value | None]:
-        """Return the values below and above the chosen one by one setting; None at the edges."""
-        assert self.chosen is not None
-        by_text = {value[place]: value for value in self.grid if _without(value, place) == _without(self.chosen, place)}
-        texts = axis(by_text.values(), place)
-        at = texts.index(self.chosen[place])
-        return (
-            by_text[texts[at - 1]] if at > 0 else None,
-            by_text[texts[at + 1]] if at + 1 < len(texts) else None,
-        )
+    def beside(self) -> tuple[Value, Value]:
+        """Return the values below and above the chosen one; None at the edges."""
+        texts = ordered(self.grid)
+        at = texts.index(self.chosen)
+        return texts[at - 1] if at > 0 else None, texts[at + 1] if at + 1 < len(texts) else None
 
     def differences(self) -> dict[Value, Measured | None]:
         """Return the differences of all neighbours from the chosen value, with a common deviation.
 
         None for a neighbour of which a run diverged: the other seeds do not stand for it.
         """
-        assert self.chosen is not None
-        values = [value for place in range(len(self.chosen)) for value in self.beside(place) if value is not None]
+        values = [value for value in self.beside() if value is not None]
         best = self.grid[self.chosen]
         ours = [None if self.diverged(value) else difference(self.grid[value], best, self.column) for value in values]
         return dict(zip(values, pool_deviations(ours), strict=True))
@@ -106,13 +100,12 @@ def choice_parts(sweep: Sweep, folder: Path) -> list[str]:
     groups = groups_of(sweep)
     table = replace(choice_table(sweep), title="")
     parts = ["## Choice", markdown(table), LEGEND, plain(_describe_cost(sweep))]
-    for place, name in enumerate(settings_of(sweep)):
-        file = f"choice_{short_key(name).replace('/', '_')}.png"
-        if _draw(sweep, groups, place, folder / file):
-            parts += [f"![The choice of {name}]({file})", NOTE]
-        else:
-            # the figure of an earlier report must not be shown in this one
-            (folder / file).unlink(missing_ok=True)
+    name = setting_of(sweep)
+    file = f"choice_{short_key(name).replace('/', '_')}.png"
+    if _draw(sweep, groups, folder / file):
+        return [*parts, f"![The choice of {name}]({file})", NOTE]
+    # the figure of an earlier report must not be shown in this one
+    (folder / file).unlink(missing_ok=True)
     return parts
 
 
@@ -127,55 +120,43 @@ def choice_tables(sweep: Sweep) -> list[Table]:
     return [choice_table(sweep)] if sweep.selection else []
 
 
-def settings_of(sweep: Sweep) -> tuple[str, ...]:
-    """Return the settings whose values are chosen."""
-    return sweep.selection[0].points[0].best_over if sweep.selection else ()
+def setting_of(sweep: Sweep) -> str:
+    """Return the setting whose value is chosen; empty without a choice."""
+    return sweep.selection[0].points[0].best_over if sweep.selection else ""
 
 
 def choice_table(sweep: Sweep) -> Table:
-    """Return the table of the chosen values: a row for each group and setting."""
-    groups, names = groups_of(sweep), settings_of(sweep)
-    rows = [cells([group.label, *texts]) for group in groups for texts in _lines(group, names)]
+    """Return the table of the chosen values: a row for each group."""
+    groups, name = groups_of(sweep), setting_of(sweep)
+    rows = [cells([group.label, short_key(name), *_texts(group, name)]) for group in groups]
     title = title_of(sweep.first[0], groups[0].column)
     return Table(["", "setting", "chosen", title, "below", "above", "runs", "remark"], rows, "Choice", words=True)
 
 
-def _lines(group: Group, names: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the cells of a group for each setting, without its label."""
+def _texts(group: Group, name: str) -> list[str]:
+    """Return the cells of a group, without its label and the setting."""
     spent = str(sum(run.state != WAITING for run in group.runs))
     if group.chosen is None:
-        for name in names:
-            yield [short_key(name), DASH, DASH, DASH, DASH, spent, "not chosen yet"]
-        return
+        return [DASH, DASH, DASH, DASH, spent, "not chosen yet"]
     best, column, differences = group.grid[group.chosen], group.column, group.differences()
+    texts, remarks = [], [] if len(best.runs) > 1 else ["one seed: no interval"]
+    for value in group.beside():
+        if value is None:
+            texts.append(DASH)
+            continue
+        text, ours = normal_value(name, value), differences[value]
+        if ours is None:
+            texts.append(f"{text}: diverged")
+            continue
+        texts.append(f"{text}: {difference_text(Difference(group.grid[value], best, ours, None), column)}")
+        if ours.interval is not None and abs(ours.mean) <= ours.interval:
+            remarks.append(f"not separated from {text}")
+    # words have no edge
+    if None in group.beside() and as_number(group.chosen) is not None:
+        remarks.append("at the edge of the grid")
     loss = measure_column(best, column)
-    for place, name in enumerate(names):
-        texts, remarks = [], [] if len(best.runs) > 1 else ["one seed: no interval"]
-        beside = group.beside(place)
-        for value in beside:
-            if value is None:
-                texts.append(DASH)
-                continue
-            text, ours = _text(name, value[place]), differences[value]
-            if ours is None:
-                texts.append(f"{text}: diverged")
-                continue
-            texts.append(f"{text}: {difference_text(Difference(group.grid[value], best, ours, None), column)}")
-            if ours.interval is not None and abs(ours.mean) <= ours.interval:
-                remarks.append(f"not separated from {text}")
-        # words have no edge
-        if None in beside and as_number(group.chosen[place] or "") is not None:
-            remarks.append("at the edge of the grid")
-        shown = number_text(None if loss is None else loss.mean, column.digits)
-        yield [short_key(name), _text(name, group.chosen[place]), shown, *texts, spent, "; ".join(remarks)]
-
-
-def _text(name: str, value: str | None) -> str:
-    return "default" if value is None else normal_value(name, value)
-
-
-def _without(value: Value, place: int) -> Value:
-    return (*value[:place], *value[place + 1 :])
+    shown = number_text(None if loss is None else loss.mean, column.digits)
+    return [normal_value(name, group.chosen), shown, *texts, spent, "; ".join(remarks)]
 
 
 def _describe_cost(sweep: Sweep) -> str:
@@ -189,28 +170,21 @@ def _describe_cost(sweep: Sweep) -> str:
     return f"Spent to choose: {texts[0]}. To report: {texts[1]}."
 
 
-def _draw(sweep: Sweep, groups: Sequence[Group], place: int, path: Path) -> bool:
-    """Draw the column over one setting, a line for each group; return whether there is anything to draw.
-
-    Another setting has its chosen value, or each of its values where none is chosen.
-    """
+def _draw(sweep: Sweep, groups: Sequence[Group], path: Path) -> bool:
+    """Draw the column over the setting, a line for each group; return whether there is anything to draw."""
     rows, numbers, ringed = [], {}, set()
     for group in groups:
         differences = {} if group.chosen is None else group.differences()
         for value, row in group.grid.items():
-            if group.chosen is not None and _without(value, place) != _without(group.chosen, place):
-                continue
-            fixed = [f"{text}" for text in _without(value, place)] if group.chosen is None else []
-            name = ", ".join([group.label, *fixed])
-            point = replace(row.points[0], settings=row.points[0].settings | {"group": name}, paper={})
-            drawn = Row([point, *row.points[1:]], row.runs, {"label": name, "value": str(value[place])})
+            point = replace(row.points[0], settings=row.points[0].settings | {"group": group.label}, paper={})
+            drawn = Row([point, *row.points[1:]], row.runs, {"label": group.label, "value": str(value)})
             rows.append(drawn)
-            if value == group.chosen:
+            if value is not None and value == group.chosen:
                 ringed.add(drawn.label)
             if not group.diverged(value) and (loss := measure_column(row, group.column)) is not None:
                 # the interval of the loss itself would be that of the seeds, which all values share
                 ours = differences.get(value)
                 numbers[drawn.label] = replace(loss, deviation=None) if ours is None else replace(ours, mean=loss.mean)
-    experiment = replace(sweep.experiment, series="group", x=settings_of(sweep)[place], fits={}, title="")
+    experiment = replace(sweep.experiment, series="group", x=setting_of(sweep), fits={}, title="")
     curves = Sweep(experiment, rows, {sweep.first[0]: groups[0].column}, [], [])
     return draw_lines(curves, path, numbers, ringed) is not None

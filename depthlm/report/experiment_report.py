@@ -278,16 +278,10 @@ def protocol_table(rows: Sequence[Row], configs: Sequence[Config]) -> Table:
     lines: dict[str, dict[str, list[str]]] = {}
     for row, config in zip(rows, configs, strict=True):
         size = row.settings.get("size", config.size.name)
-        texts = {name: [text] for name, text in protocol_texts(config).items()} | {
-            "precision": _precisions(row, config)
-        }
-        for name, of_row in texts.items():
-            for text in of_row:
-                sizes_of_text = lines.setdefault(name, {}).setdefault(text, [])
-                if size not in sizes_of_text:
-                    sizes_of_text.append(size)
-    if len(lines["precision"]) > 1:
-        lines["precision"].pop("auto", None)
+        for name, text in protocol_texts(config).items():
+            sizes_of_text = lines.setdefault(name, {}).setdefault(text, [])
+            if size not in sizes_of_text:
+                sizes_of_text.append(size)
     table = []
     for name, texts in lines.items():
         sizes = [size for sizes_of_text in texts.values() for size in sizes_of_text]
@@ -295,12 +289,3 @@ def protocol_table(rows: Sequence[Row], configs: Sequence[Config]) -> Table:
         values = [f"{text} ({', '.join(group)})" if by_size else text for text, group in texts.items()]
         table.append(cells([name, "; ".join(values)]))
     return Table(["protocol", "value"], table, words=True)
-
-
-def _precisions(row: Row, config: Config) -> list[str]:
-    """Return the precision of a row's configuration; of precision=auto, those that its runs have, if any has begun."""
-    name = config.precision.name
-    if name != "auto":
-        return [name]
-    recorded = (recorded_settings(run.directory).get("precision.name") for run in row.runs)
-    return list(dict.fromkeys(str(used) for used in recorded if used is not None)) or [name]

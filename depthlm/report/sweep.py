@@ -299,7 +299,7 @@ def read_sweep(
     every_point = sweep_points(overrides, config_dir, read)
     choosing, points = ([point for point in every_point if point.selects is selects] for selects in (True, False))
     rows = gather(points, read)
-    columns, configs = experiment.columns or LOSS, [row.points[0].config for row in rows]
+    columns, configs = experiment.columns or LOSS, [row.points[0].config_elsewhere() for row in rows]
     changed = [] if name is None else _list_changed(overrides, experiment, rows)
     return with_derived(
         Sweep(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from depthlm.config.names import setting_text
 from depthlm.counts import count_text
-from depthlm.report.choice import choice_parts, choice_state, choice_tables, settings_of
+from depthlm.report.choice import choice_parts, choice_state, choice_tables, setting_of
 from depthlm.report.comparison import difference_text
 from depthlm.report.equal_cost import cost_parts
 from depthlm.report.experiment_report import picture, protocol_parts, result_notes, runs_table, state_line, warnings
@@ -78,7 +78,7 @@ def _is_alike(sweep: Sweep, entry: Difference) -> bool:
         {
             name: value
             for name, value in settings.items()
-            if name not in (sweep.experiment.series, *settings_of(sweep)) and not name.startswith("model")
+            if name not in (sweep.experiment.series, setting_of(sweep)) and not name.startswith("model")
         }
         for settings in (entry.row.settings, entry.reference.settings)
     )

@@ -1,7 +1,7 @@
 """The best value of a setting for each group of points, as the runs of a sweep choose it.
 
-Points that differ in nothing but the settings of `experiment.best_over` and the seed are a group, and the values of
-these settings its grid. Runs with the seeds of `experiment.selection_seeds` choose the value with the lowest mean of
+Points that differ in nothing but the setting `experiment.best_over` and the seed are a group, and the values of this
+setting its grid. Runs with the seeds of `experiment.selection_seeds` choose the value with the lowest mean of
 the experiment's first column. While it lies at the edge of the grid, the grid widens. The seeds of the points then
 report the chosen value.
 
@@ -20,18 +20,15 @@ from typing import NamedTuple
 from depthlm.config.compose import compose_anywhere
 from depthlm.config.errors import ConfigError, nearest
 from depthlm.config.experiment import VALIDATION_LOSS, Column, Experiment
-from depthlm.config.keys import keys, override_text
+from depthlm.config.keys import keys
 from depthlm.config.names import by_name, normal_value, setting_text
 from depthlm.counts import as_number, format_count
 from depthlm.runs.records import COMPLETE, RunRecord, differing_texts, read_run
 from depthlm.sweeps.point import Point
 
-# the most settings of best_over
-MAX_SETTINGS = 2
-
 Read = Callable[[str], RunRecord]
-# the values of the settings of best_over in a point, as `normal_value` spells them; None where the point has none
-Value = tuple[str | None, ...]
+# the value of best_over in a point, as `normal_value` spells it; None where the point has none
+Value = str | None
 
 
 class Undecided(NamedTuple):
@@ -61,12 +58,11 @@ def with_choice(
 
     Raises ConfigError for mistakes in `experiment.best_over` and `experiment.selection_seeds`.
     """
-    settings = tuple(dict.fromkeys(experiment.best_over))
     groups: dict[frozenset[tuple[str, str]], list[Point]] = {}
     for point in points:
-        point = replace(point, best_over=settings)
+        point = replace(point, best_over=experiment.best_over or "")
         groups.setdefault(group_of(point), []).append(point)
-    if errors := _mistakes(list(groups.values()), settings, experiment):
+    if errors := _mistakes(list(groups.values()), experiment):
         raise ConfigError(errors)
     read = functools.cache(read)
     chosen = [_of_group(members, experiment, read, earlier) for members in groups.values()]
@@ -74,14 +70,14 @@ def with_choice(
 
 
 def group_of(point: Point) -> frozenset[tuple[str, str]]:
-    """Return what the points of a group have in common: the settings without the seed and those of best_over."""
-    return frozenset((name, value) for name, value in point.settings.items() if name not in ("seed", *point.best_over))
+    """Return what the points of a group have in common: the settings without the seed and best_over."""
+    return frozenset((name, value) for name, value in point.settings.items() if name not in ("seed", point.best_over))
 
 
 def value_of(point: Point) -> Value:
-    """Return the values of a point's settings of best_over."""
-    given = point.settings
-    return tuple(normal_value(name, given[name]) if name in given else None for name in point.best_over)
+    """Return the value of best_over in a point."""
+    given = point.settings.get(point.best_over)
+    return None if given is None else normal_value(point.best_over, given)
 
 
 def has_result(point: Point, run: RunRecord) -> bool:
@@ -106,9 +102,9 @@ def selection_column(experiment: Experiment, runs: Iterable[RunRecord]) -> Colum
     return first if any(run.number(first.metric, first.at) is not None for run in runs) else VALIDATION_LOSS
 
 
-def axis(values: Iterable[Value], place: int) -> list[str | None]:
-    """Return the distinct values of one setting, ascending if all are numbers, else in their order."""
-    distinct = list(dict.fromkeys(value[place] for value in values))
+def ordered(values: Iterable[Value]) -> list[Value]:
+    """Return the distinct values, ascending if all are numbers, else in their order."""
+    distinct = list(dict.fromkeys(values))
     numbers = {text: as_number(text or "") for text in distinct}
     if None in numbers.values():
         return distinct
@@ -151,7 +147,7 @@ def undecided_text(groups: Sequence[Undecided]) -> str:
 
 def report_parts(point: Point) -> dict[str, str]:
     """Return the parts of the label of a point's group, which does not have the values of the grid."""
-    parts = {name: text for name, text in point.parts.items() if name not in point.best_over}
+    parts = {name: text for name, text in point.parts.items() if name != point.best_over}
     return parts or {"model": point.mechanism}
 
 
@@ -173,21 +169,21 @@ def _of_group(
         grid.setdefault(value_of(point), point)
     if len(grid) < 2:
         return [], [keep_earlier(replace(point, parts=report_parts(point))) for point in members]
-    added = dict.fromkeys(members[0].best_over, 0)
     choosing: dict[Value, list[Point]] = {}
-    wider = grid
+    added, wider = -1, grid
     while wider:
+        added += 1
         for value, point in wider.items():
             choosing[value] = [
                 keep_earlier(_make_selecting(point, str(seed))) for seed in dict.fromkeys(experiment.selection_seeds)
             ]
         means = _means(choosing, experiment, read)
-        best = min(_order_values(means), key=means.__getitem__) if means else None
-        wider = {} if best is None else _wider(grid, means, best, added, experiment.widen)
+        best = min(ordered(means), key=means.__getitem__, default=None)
+        wider = _wider(grid, means, best) if means and added < experiment.widen else {}
         grid |= wider
     # in ascending order, however the grid grew
-    selection = [point for value in _order_values(grid) for point in choosing[value]]
-    if best is None or not math.isfinite(means[best]):
+    selection = [point for value in ordered(grid) for point in choosing[value]]
+    if not means or not math.isfinite(means[best]):
         return selection, []
     reported = {point.seed: point for point in members if value_of(point) == best}
     points = [
@@ -222,46 +218,20 @@ def _unlike_sets(runs: Sequence[RunRecord]) -> list[str]:
     return differing_texts([as_trained(run) for run in runs], every_set=True)
 
 
-def _order_values(values: Iterable[Value]) -> list[Value]:
-    values = list(values)
-    ranks = [axis(values, place) for place in range(len(values[0]))]
-    return sorted(values, key=lambda value: [rank.index(text) for rank, text in zip(ranks, value, strict=True)])
+def _wider(grid: Mapping[Value, Point], means: Mapping[Value, float], best: Value) -> dict[Value, Point]:
+    """Return the value that the grid gains because the best one is at its edge, with a point that has it; else {}.
 
-
-def _wider(
-    grid: Mapping[Value, Point], means: Mapping[Value, float], best: Value, added: dict[str, int], widen: int
-) -> dict[Value, Point]:
-    """Return the values that the grid gains because the best one is at its edge, each with a point that has it.
-
-    Each setting gains at most one value, with all values of the other setting. added: how many values each setting has
-    gained, which is counted. A setting whose two outermost values have equal means has no effect, and gains none.
+    It continues the ratio of the two outermost values, with three significant digits. If these have equal means, the
+    setting has no effect, and the grid gains nothing.
     """
-    gained: dict[Value, Point] = {}
-    for place, name in enumerate(added):
-        texts = axis(grid, place)
-        edge = texts[:2] if best[place] == texts[0] else texts[:-3:-1] if best[place] == texts[-1] else []
-        numbers = [as_number(text or "") for text in edge]
-        if len(edge) < 2 or added[name] >= widen or not all(number and 0 < number < math.inf for number in numbers):
-            continue
-        if math.isfinite(means[best]) and means.get(_with(best, place, edge[1])) == means[best]:
-            continue
-        beyond = _beyond(name, numbers[0] or 1.0, numbers[1] or 1.0)
-        # the points of the other setting's values, whichever value they have of this one
-        others = {_with(value, place, beyond): point for value, point in {**grid, **gained}.items()}
-        points = {value: _change_settings(point, {name: beyond}) for value, point in others.items()}
-        if beyond not in texts and all(map(_is_allowed, points.values())):
-            added[name] += 1
-            gained |= points
-    return gained
-
-
-def _beyond(name: str, edge: float, inner: float) -> str:
-    """Return the value beyond the edge, in the ratio of the two outermost values, with three significant digits."""
-    return normal_value(name, f"{edge * edge / inner:.3g}")
-
-
-def _with(value: Value, place: int, text: str | None) -> Value:
-    return (*value[:place], text, *value[place + 1 :])
+    texts, name = ordered(grid), grid[best].best_over
+    edge = texts[:2] if best == texts[0] else texts[:-3:-1] if best == texts[-1] else []
+    numbers = [number for text in edge if (number := as_number(text or "")) and 0 < number < math.inf]
+    if len(numbers) < 2 or (math.isfinite(means[best]) and means.get(edge[1]) == means[best]):
+        return {}
+    beyond = normal_value(name, f"{numbers[0] * numbers[0] / numbers[1]:.3g}")
+    point = _change_settings(grid[best], {name: beyond})
+    return {beyond: point} if beyond not in texts and _is_allowed(point) else {}
 
 
 def _is_allowed(point: Point) -> bool:
@@ -273,13 +243,13 @@ def _is_allowed(point: Point) -> bool:
 
 
 def _make_selecting(point: Point, seed: str) -> Point:
-    """Return the point that helps to choose with a seed; its label has the values of the grid."""
-    point = _change_settings(point, {"seed": seed})
-    grid = {name: point.settings[name] for name in point.best_over if name in point.settings}
-    texts = {name: point.parts.get(name) or setting_text(name, value) for name, value in grid.items()}
+    """Return the point that helps to choose with a seed; its label has the value of the grid."""
+    point, name = _change_settings(point, {"seed": seed}), point.best_over
     # a group has at least this part of a label
-    parts = point.parts if point.parts.keys() - grid.keys() else {"model": point.mechanism}
-    return replace(point, parts=parts | texts, selects=True)
+    parts = point.parts if point.parts.keys() - {name} else {"model": point.mechanism}
+    if name in point.settings:
+        parts = parts | {name: point.parts.get(name) or setting_text(name, point.settings[name])}
+    return replace(point, parts=parts, selects=True)
 
 
 def _change_settings(point: Point, values: dict[str, str]) -> Point:
@@ -301,21 +271,18 @@ def _change_settings(point: Point, values: dict[str, str]) -> Point:
     return replace(point, overrides=texts, settings=point.settings | values, parts=parts)
 
 
-def _mistakes(groups: Sequence[Sequence[Point]], settings: Sequence[str], experiment: Experiment) -> list[str]:
+def _mistakes(groups: Sequence[Sequence[Point]], experiment: Experiment) -> list[str]:
     """Return the mistakes in the keys of a choice."""
-    given = f"experiment.best_over={override_text([*settings])}"
+    name = experiment.best_over or ""
+    given, errors = f"experiment.best_over={name}", []
     points = [point for members in groups for point in members]
-    errors = []
-    if len(settings) > MAX_SETTINGS:
-        errors.append(f"{given}: must be one or two settings")
-    for name in settings:
-        varies = any(len({value_of(point)[settings.index(name)] for point in members}) > 1 for members in groups)
-        is_set = any(name in point.settings for point in points)
-        # one point of an experiment has a single value of its grid
-        if name == "seed" or not (varies or (is_set and experiment.name)):
-            known = keys().keys() | {other for point in points for other in point.settings}
-            hint = nearest(name, known) if name not in known else f"; give several values, as in {name}=1,2"
-            errors.append(f"{given}: no points differ in {name}{hint}")
+    varies = any(len({*map(value_of, members)}) > 1 for members in groups)
+    is_set = any(name in point.settings for point in points)
+    # one point of an experiment has a single value of its grid
+    if name == "seed" or not (varies or (is_set and experiment.name)):
+        known = keys().keys() | {other for point in points for other in point.settings}
+        hint = nearest(name, known) if name not in known else f"; give several values, as in {name}=1,2"
+        errors.append(f"{given}: no points differ in {name}{hint}")
     if not experiment.selection_seeds:
         errors.append(
             f"{given}: needs experiment.selection_seeds, the seeds of the runs that choose, as in "

@@ -25,7 +25,7 @@ class Point:
     settings: those of the experiment's point and of the command line. parts: of its label, by the key that each is
     from. paper: the paper's numbers, by column. follows: whether it starts from the checkpoint of another point.
     default_seed: that of the experiment's file. spreads: those printed beside the paper's numbers.
-    best_over: settings whose value is chosen by the runs of the sweep. selects: whether this run is one that chooses.
+    best_over: the setting whose value the runs of the sweep choose; empty: none. selects: whether this run chooses.
     """
 
     overrides: list[str]
@@ -36,7 +36,7 @@ class Point:
     config_dir: str | Path | None = None
     default_seed: str = "1"
     spreads: dict[str, float] = field(default_factory=dict)
-    best_over: tuple[str, ...] = ()
+    best_over: str = ""
     selects: bool = False
 
     @property

@@ -38,7 +38,7 @@ def points(name: str) -> list[Point]:
     """Return the points of an experiment; of those that differ in seed or learning rate alone, the first."""
     by_settings: dict[tuple[str, ...], Point] = {}
     # all points, not only those that the runs so far call for
-    for point in sweep_points([f"experiment={name}", "experiment.best_over=[]"]):
+    for point in sweep_points([f"experiment={name}", "experiment.best_over=null"]):
         kept = [text for text in point.checkable() if not text.startswith(("seed=", "optimizer.lr=", "output_dir="))]
         by_settings.setdefault(tuple(kept), point)
     return list(by_settings.values())

@@ -44,7 +44,7 @@ def test_runs_that_differ_only_in_the_seed_form_one_row():
 
 
 def test_the_seeds_that_choose_a_setting_are_apart_from_those_that_report():
-    chosen = {"experiment": {"best_over": ["optimizer.lr"], "selection_seeds": [11]}, "optimizer": {"lr": 0.1}}
+    chosen = {"experiment": {"best_over": "optimizer.lr", "selection_seeds": [11]}, "optimizer": {"lr": 0.1}}
     for seed, loss in ((11, 1.0), (1, 3.0), (2, 3.1)):
         write_run(f"outputs/vanilla-tiny-seed{seed}", loss, config={"seed": seed, **chosen})
     text = report(["outputs"]).read_text()

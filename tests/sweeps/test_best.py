@@ -122,18 +122,6 @@ def test_the_seeds_of_the_choice_are_averaged_and_of_equal_values_the_smaller_on
     assert reported(points) == [("vanilla", 1e-3, None)]
 
 
-def test_two_settings_widen_by_all_values_of_the_other():
-    decay = "optimizer.weight_decay"
-    loss = lambda given: parabola(8e-3)(given) + parabola(0.1, decay)(given)  # noqa: E731
-    grid = [f"{LR}=1e-3,2e-3", f"{decay}=0.05,0.1,0.2", "seed=1", f"experiment.best_over=[{LR},{decay}]", CHOICE[1]]
-    points = sweep_points(grid, read=recorded(loss))
-    assert tried(points) == [1e-3, 2e-3, 4e-3, 8e-3, 0.016]
-    assert tried(points, decay) == [0.05, 0.1, 0.2]
-    assert sum(point.selects for point in points) == 5 * 3 * 2
-    assert reported(points) == [("vanilla", 8e-3, "1")]
-    assert reported(points, decay) == [("vanilla", 0.1, "1")]
-
-
 def test_a_run_that_diverged_decides_against_its_value():
     def diverging(given: Mapping[str, str]) -> float | None:
         # of one seed it diverges already at 4e-3
@@ -257,7 +245,6 @@ def test_mistakes_are_reported():
             ["model=vanilla,mhc", "experiment.best_over=optimzer.lr", CHOICE[1]],
             ["no points differ in optimzer.lr", f"did you mean `{LR}`"],
         ),
-        ([rates, f"experiment.best_over=[{LR},model,size]", CHOICE[1]], ["must be one or two settings"]),
     ):
         with pytest.raises(ConfigError) as caught:
             sweep_points(overrides)

@@ -177,7 +177,7 @@ def test_mistakes_of_a_sweep_and_of_its_points_are_reported_together():
     with pytest.raises(ConfigError) as caught:
         check_points(overrides)
     text = "\n".join(caught.value.errors)
-    assert "experiment.best_over=[optimizer.lr]: needs experiment.selection_seeds" in text
+    assert "experiment.best_over=optimizer.lr: needs experiment.selection_seeds" in text
     assert "optimizer.lrr=1: no such key; did you mean `optimizer.lr`?" in text
     assert re.search("model=mHC: no such model; .*did you mean `mhc`", text)
 

@@ -279,4 +279,4 @@ def _chosen_cell(group: Group | None) -> Cell:
     if group is None:
         return Cell(DASH)
     loss = measure_column(group.grid[group.chosen], group.column)
-    return Cell(f"{float(group.chosen[0]):g}, {number_text(loss.mean, 3)}", None in group.beside(0))
+    return Cell(f"{float(group.chosen):g}, {number_text(loss.mean, 3)}", None in group.beside())

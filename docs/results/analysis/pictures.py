@@ -119,14 +119,14 @@ def draw_choices(sweep: Sweep, path: Path) -> None:
     for panel, model in zip(axes.flat, models, strict=False):
         for number, task in enumerate(tasks):
             group = groups[model, task]
-            losses = {float(value[0]): measure_column(row, group.column).mean for value, row in group.grid.items()}
+            losses = {float(value): measure_column(row, group.column).mean for value, row in group.grid.items()}
             rates, best = sorted(losses), min(losses.values())
             look = {"color": shade("#0072B2", 0.6 - 0.4 * number), "marker": MARKERS[number], "ms": 4, "lw": 1.3}
             panel.plot(rates, [losses[rate] - best for rate in rates], label=task, **look)
         panel.set_xscale("log")
         panel.set_title(model, fontsize="small")
         grid(panel)
-    tried = sorted({float(value[0]) for group in groups.values() for value in group.grid})
+    tried = sorted({float(value) for group in groups.values() for value in group.grid})
     axes[0, 0].set_xticks(tried, [f"{1000 * rate:g}" for rate in tried])
     axes[0, 0].minorticks_off()
     axes[0, 0].set_ylim(-0.01, HIGHEST)
