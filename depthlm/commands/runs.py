@@ -10,15 +10,11 @@ from rich.markup import escape
 from depthlm.console import stdout_console
 from depthlm.counts import count_text, duration_text
 from depthlm.errors import UserError
-from depthlm.runs.listing import RunListing, list_runs, read_filters, value_text
-from depthlm.runs.progress import RunProgress, failure_text, progress_table
+from depthlm.runs.listing import FIELDS, RunListing, list_runs, read_filters, value_text
+from depthlm.runs.progress import failure_text, progress_table
 from depthlm.streams import printable
 from depthlm.sweeps.table import STYLES
 
-COLUMNS = {
-    *("directory", "state", "model", "size", "tokens", "loss", "validation_loss", "age", "failure"),
-    *RunProgress.__dataclass_fields__,
-}
 DESCRIPTION = """\
 List run directories: state, model, size, losses, progress, age. A run must match every filter:
 
@@ -52,7 +48,7 @@ def main(arguments: list[str], program: str) -> None:
 
 def show_runs(runs: Sequence[RunListing], root: Path, keys: Sequence[str] = ()) -> None:
     """Print the runs as a table. keys: additional values to show, by which the user has filtered or sorted."""
-    extra = [key for key in dict.fromkeys(keys) if key not in COLUMNS]
+    extra = [key for key in dict.fromkeys(keys) if key not in FIELDS]
     rows = []
     for run in runs:
         values = {key: run.values.get(key) for key in extra}

@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatch, fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ AGE_TEXT = re.compile(rf"(\d+(?:\.\d+)?)\s*([{''.join(SECONDS)}])")
 @dataclass(frozen=True)
 class RunListing:
     """An entry of the list. loss: the last logged training loss. age: seconds since the last write to the directory.
-    failure: the error of the last attempt. The fields from `steps` to `remaining_gpu_hours` are those of RunProgress.
+    failure: the error of the last attempt.
 
     values: all that a filter may compare: the fields above, the settings of config.yaml, the results in summary.json,
     and the newest value of each number in metrics.jsonl. A group stands for its name: `model` for `model.name`.
@@ -49,27 +49,18 @@ class RunListing:
     state: str
     model: str
     size: str
-    step: int | None
     tokens: int | None
     loss: float | None
     validation_loss: float | None
     age: float
-    steps: int | None
-    tokens_per_second: float | None
-    remaining_seconds: float | None
-    gpu_hours: float | None
-    remaining_gpu_hours: float | None
     failure: str | None
+    progress: RunProgress
     values: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
-    @property
-    def progress(self) -> RunProgress:
-        """The progress of the run."""
-        return RunProgress(**{name: getattr(self, name) for name in RunProgress.__dataclass_fields__})
-
     def fields(self) -> dict[str, Any]:
-        """Return the fields without `values`, by name."""
-        return {name: value for name, value in asdict(self).items() if name != "values"}
+        """Return the fields without `values`, and those of the progress, by name."""
+        own = {name: getattr(self, name) for name in RunListing.__dataclass_fields__}
+        return {name: value for name, value in own.items() if name in FIELDS} | asdict(self.progress)
 
 
 @dataclass(frozen=True)
@@ -96,7 +87,7 @@ class Comparison:
         return equal == (self.operator == "=")
 
 
-FIELDS = frozenset(RunListing.__dataclass_fields__) - {"values"}
+FIELDS = (RunListing.__dataclass_fields__.keys() | RunProgress.__dataclass_fields__) - {"progress", "values"}
 
 
 def list_runs(root: Path, filters: Sequence[str] = (), sort: str = "") -> list[RunListing]:
@@ -235,10 +226,10 @@ def _list_run(folder: Path) -> RunListing:
         validation_loss=run.number("validation_loss"),
         age=max(0.0, time.time() - newest),
         failure=run.failure if run.state == FAILED else None,
-        **asdict(progress_of(run)),
+        progress=progress_of(run),
     )
     present = {key: value for key, value in listing.fields().items() if value is not None and value != "?"}
-    return RunListing(**listing.fields(), values=_numbers(run) | settings | names | present)
+    return replace(listing, values=_numbers(run) | settings | names | present)
 
 
 def _numbers(run: RunRecord) -> dict[str, float]:

@@ -17,7 +17,9 @@ __all__ = ["root"]
 
 def test_a_run_is_listed_with_its_state_and_newest_numbers(root):
     runs = list_runs(root)
-    assert [(run.directory, run.state, run.step, run.tokens, run.loss, run.validation_loss) for run in runs] == [
+    assert [
+        (run.directory, run.state, run.progress.step, run.tokens, run.loss, run.validation_loss) for run in runs
+    ] == [
         ("outputs/default/base", "complete", 20, 9999, 3.25, 2.5),
         ("outputs/default/broken", "failed", 10, 5000, 3.25, None),
         ("outputs/sweep/begun", "stopped", 10, 5000, 3.25, None),
@@ -38,7 +40,7 @@ def test_a_row_that_is_half_written_is_not_counted_yet(root):
     for half in ('{"step": 20, "lo', '{"step": 20}', "\x00\x00", "{"):
         file.write_text(before + half)
         (run,) = list_runs(root, ["sweep/begun"])
-        assert (run.state, run.step, run.loss) == ("stopped", 10, 3.25)
+        assert (run.state, run.progress.step, run.loss) == ("stopped", 10, 3.25)
 
 
 def listed(root: Path, *filters: str) -> list[str]:

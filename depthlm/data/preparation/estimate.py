@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from depthlm.counts import count_text, duration_text
 from depthlm.data.corpora.formats import PARQUET, split_codec
 from depthlm.data.corpora.sources import all_sources, is_remote, text_files
@@ -40,10 +42,14 @@ class Estimate:
     def words(self) -> str:
         """Return the estimate in words."""
         cores = environment.cores()
-        download = f"{_size(self.download_bytes)} of download, " if self.download_bytes else ""
+        download = f"{decimal(round(self.download_bytes))} of download, " if self.download_bytes else ""
         count = "one core" if cores == 1 else f"{cores} cores"
         tokens = count_text(round(self.tokens))
-        disk = f"about {_size(self.disk_bytes)} of disk for {tokens} tokens" if self.disk_bytes else "almost no disk"
+        disk = (
+            f"about {decimal(round(self.disk_bytes))} of disk for {tokens} tokens"
+            if self.disk_bytes
+            else "almost no disk"
+        )
         return f"{disk}, {download}{duration_text(self.seconds)} on {count} of this machine"
 
 
@@ -82,8 +88,8 @@ def check_disk_space(name: str, source: Source, data: Data, folder: Path, copies
     """
     needed, free = estimate(name, source, data), shutil.disk_usage(folder).free
     if needed is not None and copies * needed.disk_bytes > free:
-        takes = _size(copies * needed.disk_bytes)
-        what = f"{name}'s token files will take about {takes} while they are prepared, and {_size(free)} are free"
+        takes = decimal(round(copies * needed.disk_bytes))
+        what = f"{name}'s token files will take about {takes} while they are prepared, and {decimal(free)} are free"
         raise DataError(what, folder, "Free some space, set data.path to another disk, or lower data.max_tokens.")
     return needed
 
@@ -105,11 +111,3 @@ def check_prepared(data: Data, command: Callable[[], str]) -> None:
         takes.append(f"an unknown amount for {', '.join(unknown)}")
     remedy = f"Prepare it, which takes {', '.join(takes)}:\n    {command()}"
     raise DataError(f"not prepared: {', '.join(missing)}", f"data={data.name}", remedy)
-
-
-def _size(count: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
