@@ -1,6 +1,5 @@
 """The report of any run directories: their numbers, the differences of their configurations, and their losses."""
 
-import glob
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,21 +39,19 @@ NO_DIFFERENCE = "No setting but the seed differs that affects the result"
 
 
 def find_runs(names: Sequence[str]) -> list[RunRecord]:
-    """Return the runs in these directories, or in folders of them, globs allowed, each once and in order.
+    """Return the runs in these directories, or in folders of them, each once and in order.
 
     Raises UserError for a name without runs.
     """
     by_directory: dict[Path, RunRecord] = {}
     errors = []
-    for text in names:
-        is_glob = glob.has_magic(text) and not Path(text).exists()
-        paths = [Path(path) for path in (sorted(glob.glob(text, recursive=True)) if is_glob else [text])]
-        if not is_glob and paths[0].is_dir() and not holds_run(paths[0]):
-            paths = run_folders(paths[0])
+    for name in names:
+        folder = Path(name)
+        paths = run_folders(folder) if folder.is_dir() and not holds_run(folder) else [folder]
         runs = [read_run(path) for path in filter(holds_run, paths)]
         # the reports beside the runs that `outputs/default/*` names
-        if not runs and not (Path(text) / REPORT).is_file():
-            errors.append(f"{text}: {_why(text, is_glob)}")
+        if not runs and not (folder / REPORT).is_file():
+            errors.append(f"{name}: {_why(folder)}")
         for run in runs:
             by_directory.setdefault(run.directory.resolve(), run)
     if not errors and not by_directory:
@@ -71,14 +68,11 @@ def holds_run(directory: Path) -> bool:
     return directory.is_dir() and any(file.is_file() for file in files)
 
 
-def _why(text: str, is_glob: bool) -> str:
-    path = Path(text)
-    if is_glob:
-        return "no run directory matches this pattern"
-    if path.is_dir():
+def _why(folder: Path) -> str:
+    if folder.is_dir():
         return "this folder contains no run (none of config.yaml, metrics.jsonl, summary.json)"
-    beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
-    return f"no such folder{nearest(path.name, beside)}"
+    beside = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()] if folder.parent.is_dir() else []
+    return f"no such folder{nearest(folder.name, beside)}"
 
 
 def runs_report(runs: Sequence[RunRecord], folder: Path, baseline: str | None = None) -> tuple[str, list[Table]]:

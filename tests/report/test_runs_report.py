@@ -18,7 +18,7 @@ def test_the_report_has_the_numbers_and_differing_settings():
     write_run("outputs/a/base", 3.0, config={"seed": 1, "optimizer": {"lr": 0.1}, "output_dir": "outputs/a/base"})
     write_run("outputs/b/base", 2.5, config={"seed": 1, "optimizer": {"lr": 0.1}, "model": {"name": "a|b"}})
     write_run("outputs/c/base", 2.0, done=0.5, failure="ValueError: no\nmore", config={"optimizer": {"lr": 0.2}})
-    text = report(["outputs/a/base", "outputs/[b-c]/*", "to=report"]).read_text()
+    text = report(["outputs/a/base", "outputs/b", "outputs/c", "to=report"]).read_text()
     assert "3 runs: 2 complete, 1 failed." in text
     assert row(text, "a\\|b, lr 0.1") == ["1", "2.5000", "-0.5000", "1M", "40K"]
     assert row(text, "vanilla, lr 0.1") == ["1", "3.0000", "–", "1M", "40K"]
@@ -85,13 +85,12 @@ def test_a_path_without_runs_is_an_error_and_a_run_named_twice_is_reported_once(
     for names, message in {
         "outputs/bsae": "no such folder; did you mean `base`?",
         "outputs/empty": "this folder contains no run",
-        "outputs/x*": "no run directory matches this pattern",
         "outputs/base,nowhere/at/all": "nowhere/at/all: no such folder",
     }.items():
         with pytest.raises(UserError) as caught:
             find_runs(names.split(","))
         assert message in str(caught.value)
-    assert len(find_runs([str(folder), f"{folder}/", "outputs/b*"])) == 1
+    assert len(find_runs([str(folder), f"{folder}/", "outputs"])) == 1
 
 
 def test_rows_are_named_by_the_settings_in_which_the_runs_differ():

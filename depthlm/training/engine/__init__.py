@@ -1,8 +1,7 @@
-"""The training engine: one interface, and DeepSpeed behind it."""
+"""The training engine: DeepSpeed behind one class."""
 
-from depthlm.training.engine.deepspeed import build_engine
+from depthlm.training.engine.deepspeed import Engine, build_engine
 from depthlm.training.engine.experts import draw_spread
-from depthlm.training.engine.interface import Engine
 from depthlm.training.engine.sharding import autocast, draw_shards, forget_group, undo_sharding, writable
 
 __all__ = [

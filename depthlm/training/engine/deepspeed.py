@@ -23,7 +23,6 @@ from depthlm.runs.manifest import CheckpointError
 from depthlm.training.engine import experts
 from depthlm.training.engine.experts import detect_experts, mark_experts, spread_weights
 from depthlm.training.engine.fp32 import keep_fp32, take_fp32
-from depthlm.training.engine.interface import Engine, copy_to_cpu
 from depthlm.training.engine.optimizers import averaged_weights, copy_to_model, count_updates, split_matrices
 from depthlm.training.engine.partitions import load_repartitioned, nonfinite
 from depthlm.training.engine.reduction import Reducer, StepGuard, agree_on_bf16_norm
@@ -38,6 +37,185 @@ from depthlm.training.plan import Plan
 
 # what our parameter groups have besides the arguments of the class, and what DeepSpeed's groups of experts have
 GROUP_KEYS = {"names", "kind", "lr", "lr_scale", "weight_decay", "moe", "name"}
+
+
+def copy_to_cpu(_: str, tensor: Tensor) -> Tensor:
+    """Return a copy of a weight on the CPU."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+class Engine:
+    """A model with its optimizer in DeepSpeed, ready to train. model: the decoder, whose weights may be sharded.
+
+    The training loop, checkpoints and benchmarks use nothing of an engine but these methods.
+    """
+
+    def __init__(
+        self,
+        deepspeed: Any,
+        model: Decoder,
+        optimizer: torch.optim.Optimizer,
+        reducer: Reducer | None,
+        guard: StepGuard | None,
+    ) -> None:
+        self.deepspeed, self.model, self.optimizer = deepspeed, model, optimizer
+        # at ZeRO 0 only
+        self.reducer, self.guard = reducer, guard
+
+    @property
+    def zero(self) -> Any | None:
+        """DeepSpeed's optimizer around ours; None at ZeRO 0."""
+        return self.deepspeed.optimizer if self.deepspeed.optimizer is not self.optimizer else None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.deepspeed.device
+
+    @property
+    def fp16(self) -> bool:
+        """Whether the engine scales the loss for fp16."""
+        return self.deepspeed.fp16_enabled()
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of the next step; 1 without fp16."""
+        return float(self.deepspeed.optimizer.cur_scale) if self.fp16 else 1.0
+
+    def __call__(
+        self, inputs: Tensor, targets: Tensor, observer: Observer = UNOBSERVED, seeds_b: Tensor | None = None
+    ) -> Loss:
+        """Run the forward pass of a micro-batch [micro_batch, T]. seeds_b: for dropout, one per sequence."""
+        return self.deepspeed(inputs, targets, observer=observer, seeds_b=seeds_b)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a micro-batch. The engine divides by the accumulation steps and averages over ranks."""
+        self.deepspeed.backward(loss)
+        self.reduce()
+
+    def unreduced(self) -> AbstractContextManager[None]:
+        """Return a context in which `backward` leaves the gradients of this rank as they are; for ZeRO 0 only."""
+        assert self.reducer is not None
+        return self.reducer.paused()
+
+    def reduce(self) -> None:
+        """Average the gradients over ranks after the last micro-batch of a batch, as `backward` does outside of it."""
+        if self.reducer is not None:
+            self.reducer.finish()
+
+    def step(self, nll: Tensor | None = None, skip: Tensor | None = None) -> float:
+        """End a micro-batch. After the last of a batch, clip the gradient and update the weights if it is finite.
+
+        nll: a number on the device, which is read together with the norm of the gradient, and returned.
+        skip: whether to skip the update; at ZeRO 1 and above, a loss of NaN skips it instead.
+        """
+        if self.guard is None:
+            self.deepspeed.step()
+            return math.nan if nll is None else nll.item()
+        self.guard.nll, self.guard.skip, self.guard.read_nll = nll, skip, math.nan
+        self.deepspeed.step()
+        return self.guard.read_nll
+
+    def step_applied(self) -> bool:
+        """Return whether the last update was applied; it is skipped if the gradient is not finite."""
+        return self.deepspeed.was_step_applied()
+
+    def grad_norm(self) -> float | None:
+        """Return the global gradient norm of the last step, before clipping."""
+        norm = self.deepspeed.get_global_grad_norm()
+        return None if norm is None else float(norm)
+
+    def nonfinite(self) -> str | None:
+        """Name a weight or a state of the optimizer on this rank that is not finite; None if there is none."""
+        return nonfinite(self.model, self.optimizer, self.zero)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate of every parameter group to `lr` times the group's `lr_scale`."""
+        for group in self.deepspeed.optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+
+    def state(self, checkpoint: Path) -> dict[Path, Any]:
+        """Return the contents of this rank's files of a checkpoint by path, without writing them; collective.
+
+        `torch.save` writes each of them. They alias the state, which the next step changes.
+        """
+        original, collector = self.deepspeed.checkpoint_engine, Collector(self.deepspeed.checkpoint_engine)
+        self.deepspeed.checkpoint_engine = collector
+        # DeepSpeed would copy its recovery script into the folder
+        self.deepspeed._copy_recovery_script = lambda _: None
+        try:
+            with experts.as_dense(self.deepspeed):
+                self.deepspeed.save_checkpoint(str(checkpoint), tag=STATE, save_latest=False)
+        finally:
+            self.deepspeed.checkpoint_engine = original
+        stage = self.deepspeed.zero_optimization_stage()
+        return experts.add_expert_states(
+            collector.states, self.deepspeed.optimizer, self.model, checkpoint / STATE, stage
+        )
+
+    def weights(self, keep: Callable[[str, Tensor], Tensor] = copy_to_cpu) -> dict[str, Tensor]:
+        """Return the full weights by name, each copied by `keep`; collective, and empty on all ranks but rank 0.
+
+        They are those of `evaluated`.
+        """
+        import deepspeed
+
+        weights, is_rank_0 = {}, torch.distributed.get_rank() == 0
+        with self.evaluated():
+            for name, tensor in self.model.state_dict(keep_vars=True).items():
+                # one weight at a time, since all together may not fit in memory; does nothing to unsharded weights
+                with deepspeed.zero.GatheredParameters(tensor):
+                    full = experts.gather_experts(tensor)
+                    if is_rank_0:
+                        # averages are in the model only now
+                        weights[name] = keep(name, full.clone() if hasattr(self.optimizer, "eval") else full)
+        return weights
+
+    def evaluated(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the weights that are evaluated and exported; collective.
+
+        These are other weights than those in training only for an optimizer that averages the weights.
+        """
+        return averaged_weights(self.optimizer, self.zero)
+
+    def load_state(self, checkpoint: Path, saved_experts: int | None = None) -> None:
+        """Load weights, optimizer and engine state from a checkpoint; collective. Raises CheckpointError.
+
+        The optimizer groups keep the settings of the engine. saved_experts: for a checkpoint that must be
+        repartitioned, over how many ranks it spreads the experts; None: the ranks are those that wrote it.
+        """
+        optimizer = self.optimizer
+        configured = settings_of(optimizer)
+        spread = spread_weights(self.model) or experts.spread_files(checkpoint / STATE)
+        load = (lambda **_: experts.load_weights(checkpoint, self.model)) if spread else None
+        repartition = partial(load_repartitioned, checkpoint / STATE, self.zero, self.model, saved_experts or 1)
+        with (
+            experts.as_dense(self.deepspeed),
+            replace_loading(self.deepspeed, repartition) if saved_experts is not None else contextlib.nullcontext(),
+        ):
+            loaded, _ = self.deepspeed.load_checkpoint(str(checkpoint), tag=STATE, custom_load_fn=load)
+        if loaded is None:
+            raise CheckpointError(f"{checkpoint}: DeepSpeed found no state in it")
+        # of the parameters kept in fp32, DeepSpeed loads only the fp32 weights
+        copy_to_model(self.zero)
+        if spread and self.reducer is not None:
+            experts.load_states(checkpoint, optimizer, self.model)
+        # a fork may have other settings, and experts may have been spread
+        for group, settings in zip(optimizer.param_groups, configured, strict=True):
+            for key in GROUP_KEYS & group.keys() - settings.keys():
+                del group[key]
+            group |= settings
+        if saved_experts is not None:
+            # the files of the optimizer have no buffers
+            with torch.no_grad(), safe_open(checkpoint / WEIGHTS, "pt") as weights:
+                for name, buffer in self.model.named_buffers():
+                    buffer.copy_(weights.get_tensor(name))
+
+    def destroy(self) -> None:
+        """Release the model; the engine cannot be used afterwards."""
+        if self.reducer is not None:
+            self.reducer.remove()
+        self.deepspeed.destroy()
 
 
 def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
@@ -79,144 +257,7 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
         split_matrices(optimizer, engine.optimizer, engine.device)
     if config.deepspeed.stage == 3:
         count_updates(optimizer)
-    return DeepSpeedEngine(engine, model, optimizer, reducer_of(config, plan, engine, model), guard)
-
-
-class DeepSpeedEngine:
-    """An engine of DeepSpeed, with its workarounds. The methods are documented in `Engine`."""
-
-    def __init__(
-        self,
-        deepspeed: Any,
-        model: Decoder,
-        optimizer: torch.optim.Optimizer,
-        reducer: Reducer | None,
-        guard: StepGuard | None,
-    ) -> None:
-        self.deepspeed, self.model, self.optimizer = deepspeed, model, optimizer
-        # at ZeRO 0 only
-        self.reducer, self.guard = reducer, guard
-
-    @property
-    def zero(self) -> Any | None:
-        """DeepSpeed's optimizer around ours; None at ZeRO 0."""
-        return self.deepspeed.optimizer if self.deepspeed.optimizer is not self.optimizer else None
-
-    @property
-    def device(self) -> torch.device:
-        return self.deepspeed.device
-
-    @property
-    def fp16(self) -> bool:
-        return self.deepspeed.fp16_enabled()
-
-    @property
-    def loss_scale(self) -> float:
-        return float(self.deepspeed.optimizer.cur_scale) if self.fp16 else 1.0
-
-    def __call__(
-        self, inputs: Tensor, targets: Tensor, observer: Observer = UNOBSERVED, seeds_b: Tensor | None = None
-    ) -> Loss:
-        return self.deepspeed(inputs, targets, observer=observer, seeds_b=seeds_b)
-
-    def backward(self, loss: Tensor) -> None:
-        self.deepspeed.backward(loss)
-        self.reduce()
-
-    def unreduced(self) -> AbstractContextManager[None]:
-        assert self.reducer is not None
-        return self.reducer.paused()
-
-    def reduce(self) -> None:
-        if self.reducer is not None:
-            self.reducer.finish()
-
-    def step(self, nll: Tensor | None = None, skip: Tensor | None = None) -> float:
-        if self.guard is None:
-            self.deepspeed.step()
-            return math.nan if nll is None else nll.item()
-        self.guard.nll, self.guard.skip, self.guard.read_nll = nll, skip, math.nan
-        self.deepspeed.step()
-        return self.guard.read_nll
-
-    def step_applied(self) -> bool:
-        return self.deepspeed.was_step_applied()
-
-    def grad_norm(self) -> float | None:
-        norm = self.deepspeed.get_global_grad_norm()
-        return None if norm is None else float(norm)
-
-    def nonfinite(self) -> str | None:
-        return nonfinite(self.model, self.optimizer, self.zero)
-
-    def set_learning_rate(self, lr: float) -> None:
-        for group in self.deepspeed.optimizer.param_groups:
-            group["lr"] = lr * group["lr_scale"]
-
-    def state(self, checkpoint: Path) -> dict[Path, Any]:
-        original, collector = self.deepspeed.checkpoint_engine, Collector(self.deepspeed.checkpoint_engine)
-        self.deepspeed.checkpoint_engine = collector
-        # DeepSpeed would copy its recovery script into the folder
-        self.deepspeed._copy_recovery_script = lambda _: None
-        try:
-            with experts.as_dense(self.deepspeed):
-                self.deepspeed.save_checkpoint(str(checkpoint), tag=STATE, save_latest=False)
-        finally:
-            self.deepspeed.checkpoint_engine = original
-        stage = self.deepspeed.zero_optimization_stage()
-        return experts.add_expert_states(
-            collector.states, self.deepspeed.optimizer, self.model, checkpoint / STATE, stage
-        )
-
-    def weights(self, keep: Callable[[str, Tensor], Tensor] = copy_to_cpu) -> dict[str, Tensor]:
-        import deepspeed
-
-        weights, is_rank_0 = {}, torch.distributed.get_rank() == 0
-        with self.evaluated():
-            for name, tensor in self.model.state_dict(keep_vars=True).items():
-                # one weight at a time, since all together may not fit in memory; does nothing to unsharded weights
-                with deepspeed.zero.GatheredParameters(tensor):
-                    full = experts.gather_experts(tensor)
-                    if is_rank_0:
-                        # averages are in the model only now
-                        weights[name] = keep(name, full.clone() if hasattr(self.optimizer, "eval") else full)
-        return weights
-
-    def evaluated(self) -> AbstractContextManager[None]:
-        return averaged_weights(self.optimizer, self.zero)
-
-    def load_state(self, checkpoint: Path, saved_experts: int | None = None) -> None:
-        optimizer = self.optimizer
-        configured = settings_of(optimizer)
-        spread = spread_weights(self.model) or experts.spread_files(checkpoint / STATE)
-        load = (lambda **_: experts.load_weights(checkpoint, self.model)) if spread else None
-        repartition = partial(load_repartitioned, checkpoint / STATE, self.zero, self.model, saved_experts or 1)
-        with (
-            experts.as_dense(self.deepspeed),
-            replace_loading(self.deepspeed, repartition) if saved_experts is not None else contextlib.nullcontext(),
-        ):
-            loaded, _ = self.deepspeed.load_checkpoint(str(checkpoint), tag=STATE, custom_load_fn=load)
-        if loaded is None:
-            raise CheckpointError(f"{checkpoint}: DeepSpeed found no state in it")
-        # of the parameters kept in fp32, DeepSpeed loads only the fp32 weights
-        copy_to_model(self.zero)
-        if spread and self.reducer is not None:
-            experts.load_states(checkpoint, optimizer, self.model)
-        # a fork may have other settings, and experts may have been spread
-        for group, settings in zip(optimizer.param_groups, configured, strict=True):
-            for key in GROUP_KEYS & group.keys() - settings.keys():
-                del group[key]
-            group |= settings
-        if saved_experts is not None:
-            # the files of the optimizer have no buffers
-            with torch.no_grad(), safe_open(checkpoint / WEIGHTS, "pt") as weights:
-                for name, buffer in self.model.named_buffers():
-                    buffer.copy_(weights.get_tensor(name))
-
-    def destroy(self) -> None:
-        if self.reducer is not None:
-            self.reducer.remove()
-        self.deepspeed.destroy()
+    return Engine(engine, model, optimizer, reducer_of(config, plan, engine, model), guard)
 
 
 class Collector:
