@@ -147,7 +147,7 @@ def test_training_on_an_unprepared_corpus_prints_the_command_and_downloads_nothi
     done = command(" ".join(["python train.py data=c4", *RUN]))
     assert done.returncode == 2
     assert "not prepared: c4" in done.stderr
-    assert re.search(r"about 360 GB of disk .* \d+ (hours|days) on", done.stderr)
+    assert re.search(r"about 360.0 GB of disk .* \d+ (h|min|days) on", done.stderr)
     assert done.stderr.splitlines()[-1].strip() == "python data/prepare.py data=c4"
     assert len(hub.requests) == requests
     assert not Path("data/tokens").exists()
