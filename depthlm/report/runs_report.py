@@ -167,7 +167,8 @@ def distinguishing_settings(configs: Mapping[str, dict[str, Any]]) -> dict[str, 
     They are the mechanism, the size, and the settings by which some run is named (`Config.differences`). A group is
     represented by its option, as in `mhc, lr 0.01`.
     """
-    named = {name.removeprefix(DIFFERENCES) for config in configs.values() for name in config if DIFFERENCES in name}
+    keys = {name for config in configs.values() for name in config}
+    named = {name.removeprefix(DIFFERENCES) for name in keys if name.startswith(DIFFERENCES)}
     labels: dict[str, dict[str, str]] = {run: {} for run in configs}
     for name in ("model", "size", *by_importance({"extended_at", *named} - {"model", "size"})):
         texts = {run: text for run, config in configs.items() if (text := _setting(name, config)) is not None}

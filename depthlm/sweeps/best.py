@@ -170,16 +170,15 @@ def _of_group(
     if len(grid) < 2:
         return [], [keep_earlier(replace(point, parts=report_parts(point))) for point in members]
     choosing: dict[Value, list[Point]] = {}
-    added, wider = -1, grid
+    initial, wider = len(grid), grid
     while wider:
-        added += 1
         for value, point in wider.items():
             choosing[value] = [
                 keep_earlier(_make_selecting(point, str(seed))) for seed in dict.fromkeys(experiment.selection_seeds)
             ]
         means = _means(choosing, experiment, read)
         best = min(ordered(means), key=means.__getitem__, default=None)
-        wider = _wider(grid, means, best) if means and added < experiment.widen else {}
+        wider = _wider(grid, means, best) if means and len(grid) - initial < experiment.widen else {}
         grid |= wider
     # in ascending order, however the grid grew
     selection = [point for value in ordered(grid) for point in choosing[value]]
