@@ -21,9 +21,8 @@ from depthlm.config import Config
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.training import train
-from depthlm.training.capture import Captured
 from depthlm.training.engine import Engine, build_engine
-from depthlm.training.graphs import MicroBatchGraphs, make_graphs
+from depthlm.training.graphs import Captured, MicroBatchGraphs, make_graphs
 from depthlm.training.plan import Plan, make_plan
 from depthlm.training.step import train_step
 
