@@ -10,7 +10,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 
 from depthlm.console import stderr_console
 from depthlm.data.corpora.documents import document_digest, share_of
@@ -160,13 +159,13 @@ def load_tokenizer(name: str, end_of_text: str | None) -> Tokenizer:
     return pretrained_tokenizer(name, end_of_text)
 
 
-def import_tokens(job: Import, console: Console | None = None) -> Manifest:
+def import_tokens(job: Import) -> Manifest:
     """Make the token files, and return their manifest. A folder that already has this content stays.
 
     Raises DataError where a file cannot be read, changes, has another dtype or an id beyond the vocabulary, the last
     document has no end of text, a split would have no document, or the folder cannot be written.
     """
-    console = console or stderr_console()
+    console = stderr_console()
     target = job.folder.resolve()
     check_name(target.name)
     files = [_Ids(file, job.dtype) for file in job.files]
