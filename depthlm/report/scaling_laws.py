@@ -10,7 +10,7 @@ from depthlm.config.experiment import Column
 from depthlm.counts import count_text
 from depthlm.report.rows import Measured, Row, difference, measure_column, pool_deviations, student_t
 from depthlm.report.sweep import Sweep
-from depthlm.report.tables import DASH, Table, cells, number_text, short_text
+from depthlm.report.tables import DASH, Table, cells, number_text
 
 # x values that differ by less than this factor do not determine a slope
 SPAN = 1.1
@@ -270,9 +270,9 @@ def _law_texts(law: PowerLaw | None) -> list[str]:
     """Return a and b of a law with their intervals."""
     if law is None:
         return [DASH, DASH]
-    a = "" if law.a_interval is None else f" [{', '.join(short_text(end, 3) for end in law.a_interval)}]"
+    a = "" if law.a_interval is None else f" [{law.a_interval[0]:.3g}, {law.a_interval[1]:.3g}]"
     b = "" if law.b_interval is None else f" [{', '.join(number_text(end, 4) for end in law.b_interval)}]"
-    return [f"{short_text(law.a)}{a}", f"{number_text(law.b, 4)}{b}"]
+    return [f"{law.a:.4g}{a}", f"{number_text(law.b, 4)}{b}"]
 
 
 def savings_table(sweep: Sweep, fitted: Sequence[Curve], saved: Sequence[Saving]) -> Table | None:

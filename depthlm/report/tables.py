@@ -90,8 +90,3 @@ def signed_text(value: float | None, digits: int) -> str:
     """Return a difference with its sign and `digits` decimals; a dash for None, nan or infinity."""
     text = number_text(value, digits)
     return f"+{text}" if value is not None and math.isfinite(value) and round(value, digits) > 0 else text
-
-
-def short_text(value: float | None, digits: int = 4) -> str:
-    """Return a number with `digits` significant digits; a dash for None, nan or infinity."""
-    return DASH if value is None or not math.isfinite(value) else f"{value:.{digits}g}"

@@ -1,6 +1,6 @@
 """Tables in Markdown and on a terminal."""
 
-from depthlm.report.tables import DASH, Cell, Table, markdown, number_text, plain, short_text, signed_text
+from depthlm.report.tables import DASH, Cell, Table, markdown, number_text, plain, signed_text
 
 
 def test_markdown_characters_are_escaped():
@@ -21,4 +21,3 @@ def test_numbers_have_their_decimals_and_sign_or_a_dash():
         assert number_text(value, 2) == text
     for value, text in {0.123: "+0.12", -0.123: "-0.12", 0.001: "0.00", -0.001: "0.00", nan: DASH, None: DASH}.items():
         assert signed_text(value, 2) == text
-    assert [short_text(value) for value in (1.89123, 0.00012, nan, None)] == ["1.891", "0.00012", DASH, DASH]
