@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.coordinate_check import draw
 from benchmarks.shared.reporting import FOLDER
 from depthlm.config.experiment import VALIDATION_LOSS
 from depthlm.report.figures.style import shade
@@ -12,6 +11,7 @@ from depthlm.report.rows import Row, measure_column
 from depthlm.report.tables import DASH, Cell, Table, cells, markdown, number_text
 from depthlm.runs.plots import MARKERS, grid, save, subplots
 from docs.results.analysis.archive import RESULTS, rows_of
+from docs.results.analysis.coordinate_check import draw
 
 PAGE = RESULTS / "transfer.md"
 COORDINATES = FOLDER / "coordinate-check-xeon-2-cores.json"

@@ -1,6 +1,6 @@
 """Whether activations change alike at every width and depth: the coordinate check of muP (arXiv 2203.03466, D.1).
 
-    python benchmarks/coordinate_check.py [--models vanilla attention_residuals ...] [--steps 10] [--threads 1]
+    python docs/results/analysis/coordinate_check.py [--models vanilla ...] [--steps 10]
 
 Trains each model for some steps on bytes of Python's standard library, at widths and depths that are multiples of the
 base size's, in each parametrization. The figure is the root mean square of how much the values of a part have changed
