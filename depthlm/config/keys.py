@@ -204,6 +204,8 @@ def in_protocol(name: str) -> bool:
 @functools.cache
 def _find_attribute(name: str, attribute: str, default: Any) -> Any:
     """Return an attribute of a key; of a group, such as tracker, if its keys share it; or of a name inside a group."""
+    # the configuration of a run holds its base size as it holds its size
+    name = name.replace("parametrization.base_size.", "size.")
     if name in keys():
         return keys()[name].metadata[attribute]
     values = {key.metadata[attribute] for other, key in keys().items() if other.startswith(f"{name}.")}
