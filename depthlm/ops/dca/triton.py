@@ -37,7 +37,7 @@ from depthlm.ops.tiles import tiles_of
 from depthlm.ops.triton_common import cdiv, load_fp32, split_work, tl, triton
 
 # reads and sources of a program of `dca_score_bias_grads`, a source per warp; positions of a thread and of a warp
-FEW_READS, SOURCES, STEPS, LANES = tl.constexpr(3), tl.constexpr(4), tl.constexpr(8), tl.constexpr(4)
+FEW_READS, SOURCES, STEPS, LANES = tl.constexpr(2), tl.constexpr(4), tl.constexpr(16), tl.constexpr(4)
 # columns of its tiles: 128 bytes of an fp32 tensor
 COLUMNS = tl.constexpr(32)
 _TILES = tiles_of("dca")
