@@ -78,13 +78,15 @@ def denseformer_forward(
 ):
     _, _, at, mask = tile_of_program(positions, SETTINGS.D, ROWS)
     out = load_reads(start_ptr, at, mask & (started != 0), positions, reads, SETTINGS.D, COUNT)
+    x = load_source(table_ptr, 0, at, mask, SETTINGS)
     for j in range(n):
-        x = load_source(table_ptr, j, at, mask, SETTINGS)
+        # the next source is loaded while this one is used
+        following = load_source(table_ptr, min(j + 1, n - 1), at, mask, SETTINGS)
         sums = ()
         for s in tl.static_range(COUNT):
             weight = tl.load(weights_ptr + s * n + j).to(tl.float32)
             sums += (out[s] + weight * x,)
-        out = sums
+        out, x = sums, following
     store_reads(out_ptr, at, out, mask, positions, reads, SETTINGS.D, COUNT)
 
 
