@@ -209,6 +209,12 @@ class DeepSpeed:
     reduce_bucket_size: Count | None = key(
         None, "gradient elements to reduce at once; null: 10M at ZeRO 0, else 500M", minimum=1, on_resume="free"
     )
+    allgather_bucket_size: Count = key(
+        SHARDED_BUCKET, "ZeRO 1 and 2: weight elements to gather at once after the update", minimum=1, on_resume="free"
+    )
+    prefetch_bucket_size: Count = key(
+        50_000_000, "ZeRO 3: weight elements to gather ahead of their use", minimum=0, on_resume="free"
+    )
     overlap_comm: bool = key(
         False,
         "ZeRO 1 and above: reduce gradients during the backward pass, as ZeRO 0 does without CUDA graphs",

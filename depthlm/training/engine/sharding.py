@@ -43,6 +43,8 @@ def deepspeed_settings(config: Config, plan: Plan, model: Decoder) -> dict[str, 
             "stage": stage,
             # DeepSpeed allocates a buffer of this many gradients at the start
             "reduce_bucket_size": min(sharding.bucket_elements(stage), parameters),
+            "allgather_bucket_size": sharding.allgather_bucket_size,
+            "stage3_prefetch_bucket_size": sharding.prefetch_bucket_size,
             "overlap_comm": sharding.overlap_comm,
         },
         "zero_allow_untested_optimizer": True,
