@@ -6,18 +6,19 @@
 Each constant is halved and doubled. Processes side by side compile the kernels with each of these candidates, and
 compare their results with those of the present constants. Candidates with the same results are timed one after the
 other, at the shapes and dtypes of a step at 1.5b with 4 x 2,048 tokens. The best one of each group of kernels is kept
-if it takes less than 97% of the time. Another run continues from there.
+if it takes less than 97% of the time. Another run begins with these constants; --kernels selects groups.
 """
 
 import argparse
 import ast
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from depthlm.files import replace_text
 # the operators of benchmarks/shared/operators.py that run a group of kernels, the most expensive group first
 OPERATORS = {
     "dca": ["gated_reads", "gated_reads_later"],
-    "attention_residuals": ["depth_attend_full"],
+    "attention_residuals": ["depth_attend_full", "depth_attend_half"],
     "denseformer": ["weighted_reads"],
     "reads": ["weighted_reads", "gated_reads"],
     "attention_residuals_few": ["depth_attend_block", "depth_attend_later"],
@@ -47,7 +48,9 @@ GAIN = 0.97
 TOLERANCE = 2e-2
 # bytes of GPU memory that a process needs
 MEMORY = 8 * 2**30
-BATCH, LENGTH, ROUNDS = 4, 2048, 20
+BATCH, LENGTH, ROUNDS = 4, 2048, 9
+
+NO_TIME = "no time was left"
 
 Tiles = dict[str, dict[str, int]]
 
@@ -79,7 +82,7 @@ def run_worker(candidate: Candidate, folder: Path, mode: str, rehearse: bool, ti
             [*command, *(["--rehearse"] if rehearse else [])], capture_output=True, text=True, timeout=timeout
         )
     except subprocess.TimeoutExpired:
-        return {"error": "no time was left"}
+        return {"error": NO_TIME}
     if done.returncode:
         return {"error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200]}
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -114,28 +117,27 @@ def work(arguments: argparse.Namespace) -> dict[str, Any]:
                 raise SystemExit(f"{name}: results differ by {differs:.1e}")
         else:
             del outputs
-            times = measure({"": turn}, ROUNDS if device == "cuda" else 1, 1)[""]
-            # the kernels without the host, which is slower than some of them
-            gpu = gpu_kernels(turn)
-            seconds += gpu["depth_seconds"] if gpu else min(times)
+            # all kernels, since more programs leave more partial sums to PyTorch; without the host, which may be slower
+            profiled = [gpu["gpu_seconds"] for _ in range(ROUNDS) if (gpu := gpu_kernels(turn))]
+            seconds += statistics.median(profiled) if profiled else measure({"": turn}, 1, 1)[""][0]
     return {"seconds": seconds}
 
 
-def tune(tiles: Tiles, groups: Iterable[str], deadline: float, rehearse: bool) -> list[dict[str, Any]]:
+def tune(
+    tiles: Tiles, groups: Iterable[str], deadline: float, rehearse: bool, save: Callable[[list[dict[str, Any]]], object]
+) -> list[dict[str, Any]]:
     """Return a line per candidate: its kernels, change, constants, and seconds or an error.
 
-    deadline: on the clock of `time.monotonic`.
+    deadline: on the clock of `time.monotonic`. save: called with the lines after each candidate.
     """
     candidates = [x for kernels in groups for x in candidates_of(kernels, tiles[kernels])]
     lines = [{"kernels": x.kernels, "change": x.change, "constants": x.constants} for x in candidates]
 
-    def left() -> float:
-        return max(1.0, deadline - time.monotonic())
-
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(_processes(rehearse)) as pool:
 
         def run(candidate: Candidate, mode: str) -> dict[str, Any]:
-            return run_worker(candidate, Path(folder), mode, rehearse, left())
+            left = deadline - time.monotonic()
+            return run_worker(candidate, Path(folder), mode, rehearse, left) if left > 0 else {"error": NO_TIME}
 
         present = [x for x in candidates if not x.change]
         list(pool.map(lambda x: run(x, "expect"), present))
@@ -143,6 +145,7 @@ def tune(tiles: Tiles, groups: Iterable[str], deadline: float, rehearse: bool) -
         for candidate, line, result in zip(candidates, lines, compared, strict=True):
             line |= result if "error" in result else run(candidate, "time")
             print(f"{candidate.kernels} {candidate.change or 'as it is'}: {_outcome(line)}", flush=True)
+            save(lines)
     return lines
 
 
@@ -156,7 +159,7 @@ def _processes(rehearse: bool) -> int:
 
 
 def _outcome(line: dict[str, Any]) -> str:
-    return line["error"] if "error" in line else f"{1e6 * line['seconds']:,.0f} us"
+    return f"{1e6 * line['seconds']:,.0f} us" if "seconds" in line else line.get("error", NO_TIME)
 
 
 def improved(tiles: Tiles, lines: list[dict[str, Any]]) -> Tiles:
@@ -210,14 +213,18 @@ def main() -> int:
     import torch
 
     from depthlm.ops import tiles
+    from depthlm.ops.backend import gpu_capability
 
     if not (arguments.rehearse or torch.cuda.is_available()):
         parser.error("this machine has no GPU; allowed without one: --rehearse")
-    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-    present = tiles.TILES[tiles.architecture()]
+    (major, minor), present = gpu_capability(), tiles.TILES[tiles.architecture()]
+    output = arguments.output or reporting.result_path("tune")
     groups = ["denseformer"] if arguments.rehearse else arguments.kernels
-    lines = tune(present, groups, time.monotonic() + 60 * arguments.minutes, arguments.rehearse)
-    reporting.publish(arguments.output or reporting.result_path("tune"), {"lines": lines}, markdown)
+    deadline = time.monotonic() + 60 * arguments.minutes
+    lines = tune(
+        present, groups, deadline, arguments.rehearse, lambda lines: reporting.write_json(output, {"lines": lines})
+    )
+    reporting.publish(output, {"lines": lines}, markdown)
     best = improved(present, lines)
     if not (arguments.dry_run or arguments.rehearse) and best != present:
         path = Path(tiles.__file__)

@@ -273,9 +273,10 @@ def causal_flash(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor) -> Tensor:
 
 CASES: dict[str, Callable[[Shape, Make], Case]] = {
     "depth_value_mix": value_mix,
-    # blocks of an eighth of the sublayers, and blocks of one output
+    # blocks of an eighth of the sublayers, blocks of one output, and those at half of the depth
     "depth_attend_block": lambda shape, make: residual_reads(shape, make, -(-2 * shape.layers // 8)),
     "depth_attend_full": lambda shape, make: residual_reads(shape, make, 1),
+    "depth_attend_half": lambda shape, make: residual_reads(shape._replace(layers=shape.layers // 2), make, 1),
     "depth_attend_later": later_read,
     "weighted_reads": dense_reads,
     "gated_reads": cross_reads,

@@ -96,7 +96,7 @@ def read_config(file: Path, subject: str) -> Config:
         raise UserError(f"{subject} cannot be read ({error})") from None
     if not saved or not isinstance(saved, dict):
         raise UserError(f"{subject} cannot be read (it has no keys)")
-    config, errors = validate_values(saved)
+    config, errors = validate_values(_of_this_version(saved))
     if config is None:
         is_foreign = any("no such key" in error for error in errors)
         what = "not the configuration of a run of this version: " if is_foreign else ""
@@ -113,12 +113,28 @@ def as_text(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
+def _of_this_version(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved configuration with the keys of this version.
+
+    Runs without `precision.fp32_residual` had it under autocast; `experiment.best_over` was a list.
+    """
+    precision, sharding, experiment = (saved.get(key) for key in ("precision", "deepspeed", "experiment"))
+    changed: dict[str, Any] = {}
+    if isinstance(precision, dict) and isinstance(sharding, dict) and "fp32_residual" not in precision:
+        autocast = precision.get("name") == "bf16" and sharding.get("stage") == 0
+        changed["precision"] = precision | {"fp32_residual": autocast}
+    if isinstance(experiment, dict) and isinstance(best_over := experiment.get("best_over"), list):
+        changed["experiment"] = experiment | {"best_over": best_over[0] if best_over else None}
+    return saved | changed
+
+
 def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:
     """Return the keys that differ and may affect the result, each with a description of both values.
 
     A run of an older version lacks newer keys, whose defaults must have the effect that it had without them.
     """
     differences: dict[str, str] = {}
+    saved = saved if prefix else _of_this_version(saved)
     for key in sorted({*saved, *now}):
         name = f"{prefix}{key}"
         if on_resume(name) == "free":

@@ -31,7 +31,9 @@ from depthlm.ops.functions import rms_norm
 
 
 class State(NamedTuple):
-    """streams: X_i, within a layer P_i. h: the first of them, plus outputs. router_nd: within a layer, W_r of its r."""
+    """streams: X_i, within a layer P_i. h: the first of them, plus outputs. router_nd: within a layer, W_r with the
+    weight of the norm, divided by D.
+    """
 
     streams: tuple[Tensor, ...]
     h: Tensor
@@ -71,11 +73,14 @@ class AltUp(Connection):
         return State((embedding_btd, *self.projected((embedding_btd,) * len(self.proj), embedding_btd)), embedding_btd)
 
     def projected(self, streams: tuple[Tensor, ...], like_btd: Tensor) -> list[Tensor]:
-        """Return a projection of each stream, with the root mean square of another tensor; 1e-5 is that class's."""
+        """Return a projection of each stream, scaled to the root mean square of another tensor.
+
+        The floor of 1e-5 is that of Gemma3nTextModel.
+        """
         target = upcast(like_btd).square().mean(-1, keepdim=True)
-        found = [upcast(proj(x)) for proj, x in zip(self.proj, streams, strict=True)]
-        squares = [y.square().mean(-1, keepdim=True).clamp(min=1e-5) for y in found]
-        return [(y * (target / square).sqrt()).to(like_btd.dtype) for y, square in zip(found, squares, strict=True)]
+        projected = [upcast(proj(x)) for proj, x in zip(self.proj, streams, strict=True)]
+        squares = [y.square().mean(-1, keepdim=True).clamp(min=1e-5) for y in projected]
+        return [(y * (target / square).sqrt()).to(like_btd.dtype) for y, square in zip(projected, squares, strict=True)]
 
     def read(self, state: State, weights: None = None) -> tuple[Inputs, State]:
         if self.spec.kind == "mlp":

@@ -356,9 +356,9 @@ def two_phase_values(
 
 
 def gated_cost(cost: Cost, size: Size, num_reads: int, sums: bool = False, flops: float = 3.0) -> Cost:
-    """Return a cost with that of (1 - g) x + g h for each read. sums: whether one more sum of outputs is written.
+    """Return a cost with that of (1 - g) x + g h, or of x + h, for each read.
 
-    flops: of a read, for each dimension.
+    sums: whether one more sum of outputs is written. flops: of a read, for each dimension, 3 or 1.
     """
     values = 3.0 * (num_reads + sums) * size.hidden_size
     two_phases = None if cost.two_phase_values is None else cost.two_phase_values + values

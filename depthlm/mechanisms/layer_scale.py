@@ -35,8 +35,8 @@ class LayerScale(Connection):
         super().__init__(spec, size, backbone)
         check([] if start is None else number(0.0, start=start), one_of(("output", "affine"), form=form))
         self.is_affine = form == "affine"
+        self.accumulates = None if self.is_affine or start is None else "sum"
         start = 1.0 if self.is_affine and start is None else start
-        self.accumulates = None if start is None else "sum"
         depth = spec.num_layers
         self.start = start if start is not None else 0.1 if depth <= 18 else 1e-5 if depth <= 24 else 1e-6
         self.identity_start = "" if self.start == 1 else self.identity_start

@@ -42,7 +42,7 @@ class Mudd(Connection):
 
     layers: k: only the last k (unrolled) layers and the final read have sums, and the others are those of vanilla, as
         in the record run of modded-nanogpt (pull request 259, with one layer); None: all layers.
-    sources: the j of the X_j that are read beside the newest: a list, or k: every k-th; None: all.
+    sources: the j of the X_j that are read beside the newest: a list; k: every k-th, X_{k-1}, X_{2k-1}, ...; None: all.
     """
 
     colour = "#E7298A"

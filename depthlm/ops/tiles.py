@@ -10,7 +10,7 @@ from depthlm.ops.backend import gpu_capability
 
 TILES: dict[str, dict[str, dict[str, int]]] = {
     "sm_90": {
-        "attention_residuals": {"WIDTH": 64, "WARPS": 4, "FEWER_WARPS": 2, "PROGRAMS": 512},
+        "attention_residuals": {"WIDTH": 64, "WARPS": 4, "MEDIUM_WARPS": 2, "PROGRAMS": 512},
         "attention_residuals_few": {"POSITIONS": 4, "PROGRAMS": 256},
         "cross_entropy": {"COLUMNS": 4096, "WARPS": 8},
         "dca": {"DOT_ROWS": 64, "WARPS": 4, "PROGRAMS": 64, "ALL_PROGRAMS": 256},

@@ -287,6 +287,8 @@ def _mistakes(groups: Sequence[Sequence[Point]], experiment: Experiment) -> list
             f"{given}: needs experiment.selection_seeds, the seeds of the runs that choose, as in "
             "experiment.selection_seeds=[11]"
         )
+    if any(None in values and len(values) > 1 for values in ({*map(value_of, members)} for members in groups)):
+        errors.append(f"{given}: some points do not set it; write its value in each of them")
     several = [point for members in groups if len({*map(value_of, members)}) > 1 for point in members]
     reporting = {point.seed or point.default_seed for point in several}
     for seed in sorted({*map(str, experiment.selection_seeds)} & reporting):

@@ -19,6 +19,8 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
 }
+# code in docs/, which mkdocs.yml excludes
+EXCLUDED = "docs/results/analysis/"
 LANGUAGES = {
     ".py": "python",
     ".yaml": "yaml",
@@ -121,8 +123,8 @@ def target_of(link: str, here: str) -> str | None:
 
 def is_source(target: str) -> bool:
     """Return whether the site has no page for a path of the repository, other than one of `add_source`."""
-    inside = target.startswith("docs/") and not (REPOSITORY / target).is_dir()
-    return (REPOSITORY / target).exists() and not inside and target not in PAGES
+    is_page = target.startswith("docs/") and not target.startswith(EXCLUDED) and not (REPOSITORY / target).is_dir()
+    return (REPOSITORY / target).exists() and not is_page and target not in PAGES
 
 
 def uri_of(target: str) -> str:

@@ -7,16 +7,19 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+import yaml
 
 import depthlm
 from depthlm.config import ConfigError
 from depthlm.config.arguments import read_arguments
 from depthlm.config.from_run import read_trust
-from depthlm.config.saved import check_trusted, compare, signed_config_text
+from depthlm.config.saved import check_trusted, compare, load_config, signed_config_text
 from depthlm.errors import UserError
 from depthlm.evaluation.evaluate import Evaluate
 from depthlm.optimizers import Optimizer
 from depthlm.runs.directory import check_run_directory
+
+from ..options import configuration
 
 
 def test_only_modules_of_depthlm_and_trusted_ones_are_imported():
@@ -72,6 +75,19 @@ def test_a_run_of_an_older_version_has_the_defaults_of_newer_keys():
     assert compare(older, now) == {}
     now["optimizer"]["groups"]["matrix"]["lr_scale"] = 0.5
     assert compare(older, now) == {"optimizer.groups.matrix.lr_scale": "the run has 1.0, this command gives 0.5"}
+
+
+@pytest.mark.parametrize(("stage", "kept"), [(0, True), (1, False)])
+def test_a_bf16_run_of_an_older_version_keeps_its_residual_stream_in_fp32_at_zero_0(tmp_path, stage, kept):
+    config = asdict(configuration("precision=bf16", f"deepspeed.stage={stage}"))
+    now = config | {"precision": config["precision"] | {"fp32_residual": kept}}
+    earlier = config | {"precision": {k: v for k, v in config["precision"].items() if k != "fp32_residual"}}
+    earlier["experiment"] = config["experiment"] | {"best_over": []}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(earlier))
+    assert load_config(tmp_path).precision.fp32_residual == kept
+    assert load_config(tmp_path).experiment.best_over is None
+    assert compare(earlier, now) == {}
+    assert ("precision.fp32_residual" in compare(earlier, config)) == kept
 
 
 OWN = {

@@ -87,7 +87,7 @@ def of_run(run: Path, overrides: list[str]) -> list[Target]:
         (*python, "generate", f"run={run}", "prompt=a", "max_new_tokens=2"),
         (*python, "runs", "--root", str(run.parent)),
     )
-    resuming = (("train.py", *overrides, f"output_dir={run}"), (*python, "report", f"runs={run}", f"to={run}-report"))
+    resuming = (("train.py", *overrides, f"output_dir={run}"), (*python, "report", str(run), f"to={run}-report"))
 
     def newest(_: Path) -> Any:
         newest_valid = newest_checkpoint(run)

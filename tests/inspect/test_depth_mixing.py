@@ -93,6 +93,7 @@ def of_formulas(model: Decoder, name: str, settings: dict[str, Any], tokens_bt: 
         ("depth_qkv", {}),
         ("mrla", {}),
         ("mudd", {}),
+        ("mudd", {"layers": 2, "sources": 2}),
         ("embedding_skip", {}),
         ("unet_skip", {}),
         ("backout", {}),

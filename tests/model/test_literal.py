@@ -84,6 +84,7 @@ CONNECTION_SETTINGS = [
     ("ddl", {}),
     ("mudd", {}),
     ("mudd", {"layers": 1, "sources": [0, 2]}),
+    ("mudd", {"sources": 2}),
     ("laurel", {}),
     ("laurel", {"rank": 2, "last_k": 1}),
     ("laurel", {"variant": "rw"}),

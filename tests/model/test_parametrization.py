@@ -224,6 +224,8 @@ VARIANTS = [
     "model/connection=attention_residuals model.connection.query=input_dependent",
     "model/connection=attention_residuals model.connection.mixing=sigmoid",
     "model/connection=dca model.connection.last_k=2",
+    "model/connection=attention_residuals model.connection.routing=additive",
+    "model/connection=gated_residual model.connection.form=token",
     "model/connection=mhc model.connection.start=zero",
     *(f"model/attention={path.stem}" for path in sorted((CONF / "model/attention").glob("*.yaml"))),
     "model.loops=2",

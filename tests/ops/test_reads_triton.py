@@ -54,7 +54,14 @@ def test_reads_equal_the_definition(kind, reads, n, t, d, started):
 
 # a launch takes 8 reads, and a table launch 16 sources
 @pytest.mark.parametrize(
-    ("kind", "reads", "n", "started"), [("attend", 2, 18, True), ("attend", 9, 2, False), ("gated", 9, 2, True)]
+    ("kind", "reads", "n", "started"),
+    [
+        ("attend", 2, 18, True),
+        ("attend", 2, 34, True),
+        ("attend", 2, 65, False),
+        ("attend", 9, 2, False),
+        ("gated", 9, 2, True),
+    ],
 )
 def test_more_reads_or_sources_than_one_launch_takes(kind, reads, n, started):
     assert_same(kind, tensors(kind, reads, n, 1, 8, started))

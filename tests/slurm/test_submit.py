@@ -60,7 +60,7 @@ def test_a_dry_run_prints_the_script_and_the_points_of_the_same_sweep(four_point
         shlex.split(command)
     )
     assert (REPOSITORY / "depthlm/slurm/train.sbatch").read_text() in output
-    assert [*(tmp_path / "runs/.slurm").glob("0*")] == []
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow

@@ -251,6 +251,13 @@ def test_mistakes_are_reported():
         assert all(word in str(caught.value) for word in words), caught.value
 
 
+def test_a_point_without_the_chosen_setting_is_refused(folder):
+    more = '    - {label: Plain, model: vanilla, seed: [1, 2]}\n  columns:'
+    (folder / "experiment/mine/it.yaml").write_text(MINE.replace("  columns:", more, 1))
+    with pytest.raises(ConfigError, match="some points do not set it; write its value in each of them"):
+        sweep_points(["experiment=mine/it"], folder)
+
+
 def test_points_that_start_from_another_point_have_no_choice(folder):
     text = MINE.replace("label: Wide, model: mhc", 'label: Wide, model: mhc, init_from: "@Plain, 0.001"')
     (folder / "experiment/mine/it.yaml").write_text(text)

@@ -2,10 +2,10 @@
 """`depth_attend` for few sources in Triton.
 
 A warp has one position, and a thread all reads of its columns. So sums over columns stay with a thread until the end of
-the row, and only the gradient of the query is summed over the warps of a program. Each tensor is loaded twice, the
-second time from a cache.
+the row. The gradient of the queries, a sum over positions, has a kernel of its own. The positions of a single read
+share a warp, which sums its gradient of the query. Each tensor is loaded twice, the second time from a cache.
 
-Shapes: s reads, n sources, p positions, d width. Tiles are [s, p, LANES, VECTOR], with one position per warp.
+Shapes: s reads, n sources, p positions, d width. Tiles are [s, p, LANES, VECTOR].
 """
 
 from typing import NamedTuple

@@ -38,10 +38,10 @@ from depthlm.ops.tiles import tiles_of
 from depthlm.ops.triton_common import constants, load_fp32, on_device, split_work, store_as, tl, triton
 
 # the padded numbers of sources for which the kernels are compiled; more than that are read in turns
-FEWER_SOURCES, MANY_SOURCES = 32, 64
+MEDIUM_SOURCES, MANY_SOURCES = 32, 64
 _TILES = tiles_of("attention_residuals")
-# dimensions of a tile, and warps of a program; those of a backward pass with FEWER_SOURCES
-WIDTH, WARPS, FEWER_WARPS = _TILES["WIDTH"], _TILES["WARPS"], _TILES["FEWER_WARPS"]
+# dimensions of a tile, and warps of a program; those of a backward pass with MEDIUM_SOURCES
+WIDTH, WARPS, MEDIUM_WARPS = _TILES["WIDTH"], _TILES["WARPS"], _TILES["MEDIUM_WARPS"]
 # programs of a backward pass, each with its own partial sums
 PROGRAMS = _TILES["PROGRAMS"]
 
@@ -93,9 +93,9 @@ def depth_attend(
 def _settings(inputs: Inputs, eps: float | None, grad: Tensor | None = None) -> Settings:
     """Return the constants of a kernel; grad: the gradients of the outputs."""
     d, narrow, kind = (x.value for x in inputs.settings)
-    padded = FEWER_SOURCES if inputs.sizes[0] <= FEWER_SOURCES else MANY_SOURCES
+    padded = MEDIUM_SOURCES if inputs.sizes[0] <= MEDIUM_SOURCES else MANY_SOURCES
     # registers limit a tile
-    halved = kind != BFLOAT16.value or (grad is not None and padded > FEWER_SOURCES)
+    halved = kind != BFLOAT16.value or (grad is not None and padded > MEDIUM_SOURCES)
     # the gradients of bf16 sources are in fp32 if the start was
     grad_kind = kind if grad is None or grad.dtype == torch.bfloat16 else MIXED.value | kind
     return constants(Settings, d, padded, WIDTH // 2 if halved else WIDTH, eps, narrow, kind, grad_kind)
@@ -127,7 +127,7 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     sum_ptrs = partial_query, partial_bias, *(start_grads or (grad, lse))
     numbers = *inputs.sizes, rows, int(bool(start)), len(bias), len(grad_lse)
     settings = _settings(inputs, eps, grad)
-    warps = FEWER_WARPS if settings.N.value == FEWER_SOURCES else WARPS
+    warps = MEDIUM_WARPS if settings.N.value == MEDIUM_SOURCES else WARPS
     with on_device(query):
         attention_residuals_backward[(programs,)](read_ptrs, grad_ptrs, sum_ptrs, *numbers, settings, num_warps=warps)
 

@@ -43,8 +43,8 @@ COLUMNS = tl.constexpr(32)
 _TILES = tiles_of("dca")
 # positions of a tile of a matrix product, and warps of a program
 DOT_ROWS, WARPS = tl.constexpr(_TILES["DOT_ROWS"]), _TILES["WARPS"]
-# programs over positions of the gradients of parameters, each with its own partial sums: at least PROGRAMS, and so many
-# that a launch of `dca_score_bias_grads` for few sources has ALL_PROGRAMS
+# the most programs over positions of the gradients of parameters, each with its own partial sums; of few sources and
+# reads so many that `dca_score_bias_grads` has ALL_PROGRAMS
 PROGRAMS, ALL_PROGRAMS = _TILES["PROGRAMS"], _TILES["ALL_PROGRAMS"]
 
 

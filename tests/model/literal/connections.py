@@ -341,7 +341,7 @@ def mudd(
     x_0: Tensor,
     f: list[Tensor],
     layers: int | None = None,
-    sources: list[int] | None = None,
+    sources: list[int] | int | None = None,
 ) -> list[Tensor]:
     """A = GELU(RMSNorm(X_i) W_1) W_2 + a; x_c = sum_j A_cj X_j for q, k, v and the residual, arXiv 2502.12170"""
 
@@ -350,7 +350,8 @@ def mudd(
     def sums(i: int) -> list[Tensor]:
         if i < first:
             return [x[i]] * 4
-        read = [x[j] for j in range(i + 1) if sources is None or j in sources or j == i]
+        every = range(sources - 1, i, sources) if isinstance(sources, int) else range(i) if sources is None else sources
+        read = [x[j] for j in range(i + 1) if j in every or j == i]
         own = f"connections.{2 * i}"
         low = m.p[f"{own}.w_1.weight"] @ rms_normed(m, x[i])
         low = 0.5 * low * (1 + torch.erf(low / math.sqrt(2)))
