@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from depthlm.counts import format_count
 from depthlm.files import replace_text
 from depthlm.report.figures.scaling import draw_scaling
 from depthlm.report.rows import Row, number
@@ -55,8 +56,15 @@ class Records:
 
 
 def read_records() -> Records:
-    """Return the committed records."""
-    return Records(sweep_of("depth"), sweep_of("sizes"), sweep_of("scaling"), interventions())
+    """Return the committed records. Ends the command if some are missing."""
+    sweeps = [sweep_of(name) for name in ("depth", "sizes", "scaling")]
+    rows = [row for sweep in sweeps for row in (*sweep.rows, *sweep.selection)]
+    if missing := sum(run.state == WAITING for row in rows for run in row.runs):
+        raise SystemExit(
+            f"{format_count(missing, 'run')} without a record; python docs/results/analysis/archive.py --missing "
+            "prints their overrides"
+        )
+    return Records(*sweeps, interventions())
 
 
 def main() -> None:
