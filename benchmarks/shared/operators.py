@@ -223,8 +223,11 @@ def pending_write(shape: Shape, make: Make) -> tuple[Tensor, Pending]:
     return x_btnd, Pending(output_btd, make.parameter(b, t, n), make.parameter(b, t, n, n, scale=n**-0.5))
 
 
-def manifold_post_pre(shape: Shape, make: Make, identity: bool = False) -> Case:
-    """One write and the next read of mHC. identity: whether H_res is the identity."""
+def manifold_post_pre(shape: Shape, make: Make, identity: bool = False, late: bool = False) -> Case:
+    """One write and the next read of mHC.
+
+    identity: whether H_res is the identity. late: whether H_pre is that of the sublayer before.
+    """
     n, d = STREAMS, shape.d
     m = n * (2 if identity else n + 2)
     x_btnd, pending = pending_write(shape, make)
@@ -232,10 +235,11 @@ def manifold_post_pre(shape: Shape, make: Make, identity: bool = False) -> Case:
         pending = pending._replace(res_btij=None)
     phi_mw, norm_w = make.parameter(m, n * d, scale=(n * d) ** -0.5), make.parameter(n * d)
     parameters = Parameters(phi_mw, norm_w, make.parameter(2 if identity else 3), make.parameter(m))
-    inputs = [x_btnd, *present(*pending), *parameters]
+    pre_btn = make.parameter(shape.batch, shape.length, n) if late else None
+    inputs = [x_btnd, *present(*pending), *parameters, *present(pre_btn)]
 
     def call() -> tuple[Tensor, ...]:
-        return tuple(present(*mhc_post_pre(x_btnd, pending, parameters, EPS, ITERATIONS)))
+        return tuple(present(*mhc_post_pre(x_btnd, pending, parameters, EPS, ITERATIONS, pre_btn=pre_btn)))
 
     return Case(call, inputs, streams_values(n, d))
 
@@ -283,6 +287,7 @@ CASES: dict[str, Callable[[Shape, Make], Case]] = {
     "gated_reads_later": later_cross_reads,
     "mhc_post_pre": manifold_post_pre,
     "mhc_post_pre_identity": lambda shape, make: manifold_post_pre(shape, make, identity=True),
+    "mhc_post_pre_late": lambda shape, make: manifold_post_pre(shape, make, late=True),
     "hyper_post_pre": dynamic_post_pre,
     "merged_attention": moda,
 }

@@ -203,16 +203,15 @@ class ManifoldHyperConnections(Connection):
                 weights = state.next_pre if weights is None else weights
                 return (read_streams(cast(Tensor, weights), state.written()),), None
             return (self.collapse(state.written(), cast(Tensor | None, weights)),), None
-        if self.reads_previous:
-            given = self.weights(state) if weights is None else weights
-            maps, next_pre = cast(tuple[Maps, Tensor], given)
-            inputs, carry = read_with(maps, state)
-            return inputs, carry._replace(next_pre=next_pre)
         if (self.exact_map is not None or self.edit is not None) and weights is None:
-            weights = self.maps(state)
+            weights = self.weights(state)
         if isinstance(weights, Maps):
             return read_with(weights, state)
-        input_btd, streams_btnd, post_btn, res_btij = mhc_post_pre(
+        if weights is not None:
+            maps, next_pre = cast(tuple[Maps, Tensor], weights)
+            inputs, carry = read_with(maps, state)
+            return inputs, carry._replace(next_pre=next_pre)
+        input_btd, streams_btnd, post_btn, res_btij, *next_pres = mhc_post_pre(
             state.streams,
             state.pending,
             self.map_parameters(),
@@ -220,8 +219,9 @@ class ManifoldHyperConnections(Connection):
             self.iterations,
             rebuilds(self, state.streams),
             self.form,
+            state.next_pre,
         )
-        return (input_btd,), Carry(streams_btnd, post_btn, res_btij)
+        return (input_btd,), Carry(streams_btnd, post_btn, res_btij, *next_pres)
 
     def weights(self, state: State) -> Weights:
         """Return the maps, with read=previous also the H_pre of the next sublayer; of the final read w_btn, or None."""

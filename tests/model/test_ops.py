@@ -19,8 +19,9 @@ QUICK = ("attention_residuals_recency", "dca", "denseformer", "depth_attention",
 FEWER = {
     "hyper_connections": ["model.connection.num_streams=2"],
     "mhc": ["model.connection.num_streams=2", "model.connection.iterations=3"],
+    "mhc_deepseek_v41": ["model.connection.num_streams=2", "model.connection.iterations=3"],
 }
-DISTINCT = (*QUICK, "attention_residuals")
+DISTINCT = (*QUICK, "attention_residuals", "mhc_deepseek_v41")
 needs_triton = pytest.mark.skipif(
     DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU, and Triton's interpreter is off"
 )
@@ -60,6 +61,7 @@ def test_four_steps_equal_pytorch(build, preset):
         *((preset, None, False) for preset in QUICK if preset not in FEWER),
         ("hyper_connections", 2, True),
         ("mhc_deepseek_v4", 3, False),
+        ("mhc_deepseek_v41", 2, False),
         pytest.param("hyper_connections", 4, False, marks=pytest.mark.slow),
         pytest.param("mhc", 4, True, marks=pytest.mark.slow),
         pytest.param("mhc_hunyuan_v4", 3, True, marks=pytest.mark.slow),

@@ -59,20 +59,21 @@ def compile_both(operators, sources, parameters, settings, maps):
         write_streams(sources)
 
 d = 128
-for streams, output, dtype, n, pending, identity in (
-    (FP32, FP32, FP32, 4, True, False),
-    (FP32, BF16, BF16, 2, True, False),
-    (FP32, BF16, BF16, 4, False, False),
-    (BF16, BF16, BF16, 4, True, False),
-    (BF16, BF16, BF16, 4, True, True),
+for streams, output, dtype, n, pending, identity, late in (
+    (FP32, FP32, FP32, 4, True, False, False),
+    (FP32, BF16, BF16, 2, True, False, False),
+    (FP32, BF16, BF16, 4, False, False, False),
+    (BF16, BF16, BF16, 4, True, False, False),
+    (BF16, BF16, BF16, 4, True, True, False),
+    (BF16, BF16, BF16, 4, True, False, True),
 ):
     sources = [zeros(1, 2, n, d, dtype=streams)]
     if pending:
         sources += [zeros(1, 2, d, dtype=output), zeros(1, 2, n), *([] if identity else [zeros(1, 2, n, n)])]
     m, maps = (2 * n, 1) if identity else (n * (n + 2), 2)
-    parameters = [zeros(m, n * d), zeros(n * d), zeros(m), zeros(maps + 1)]
-    compile_both(mhc, sources, parameters, (1e-5, 3, [*PAPER], dtype), maps)
-    if not identity:
+    parameters = [*([zeros(1, 2, n)] if late else []), zeros(m, n * d), zeros(n * d), zeros(m), zeros(maps + 1)]
+    compile_both(mhc, sources, parameters, (1e-5, 3, [*PAPER], dtype, late), maps + late)
+    if not identity and not late:
         parameters = [zeros(n + 2, d), zeros(n), zeros(n), zeros(n, n), zeros(2)]
         compile_both(hyper, sources, parameters, (1e-5,), maps)
 """

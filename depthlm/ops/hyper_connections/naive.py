@@ -29,7 +29,7 @@ def _triton() -> Callable[..., Result]:
 @operator("hyper_connections", triton=_triton, cpu=cpu, unsupported=unsupported)
 def hyper_post_pre(
     x_btnd: Tensor, pending: Pending | None, static: Static, dynamic: Dynamic | None, eps: float, rebuild: bool = False
-) -> Result:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Perform the pending write and the next read; return input_btd, X'_btnd, post_btn and res_btij.
 
     X' = H_res X + H_post^T y of the pending write, or X without one. H_pre, H_post, H_res = `hyper_maps` of X', and

@@ -16,6 +16,7 @@ from depthlm.ops.hyper_connections.cpu import Dynamic, Static
 from depthlm.ops.hyper_connections.cpu import hyper_post_pre as static_post_pre
 from depthlm.ops.library import register
 from depthlm.ops.mhc.cpu import Pending, Result
+from depthlm.ops.mhc.triton_reads import pre_gradient, read_streams
 from depthlm.ops.mhc.triton_streams import (
     Tensors,
     add_columns,
@@ -28,8 +29,6 @@ from depthlm.ops.mhc.triton_streams import (
     load_shared,
     load_vectors,
     mixed_tile,
-    pre_gradient,
-    read_streams,
     rounded,
     rows,
     settings_of,

@@ -59,7 +59,8 @@ class Form(NamedTuple):
 
 
 PAPER = Form()
-Result = tuple[Tensor, Tensor, Tensor, Tensor | None]
+# with a given H_pre of the read, the fifth one is that of the streams
+Result = tuple[Tensor, Tensor, Tensor, Tensor | None, *tuple[Tensor, ...]]
 
 
 def mhc_post_pre(
@@ -70,15 +71,27 @@ def mhc_post_pre(
     iterations: int,
     rebuild: bool = False,
     form: Form = PAPER,
+    pre_btn: Tensor | None = None,
 ) -> Result:
-    return write_and_read(x_btnd, pending, rebuild, lambda x: mhc_maps(x, parameters, eps, iterations, form))
+    return write_and_read(x_btnd, pending, rebuild, lambda x: mhc_maps(x, parameters, eps, iterations, form), pre_btn)
 
 
-def write_and_read(x_btnd: Tensor, pending: Pending | None, rebuild: bool, maps_of: Callable[[Tensor], Maps]) -> Result:
-    """Perform the pending write, if any, and the next read; return input_btd, X'_btnd, post_btn and res_btij."""
+def write_and_read(
+    x_btnd: Tensor,
+    pending: Pending | None,
+    rebuild: bool,
+    maps_of: Callable[[Tensor], Maps],
+    given_btn: Tensor | None = None,
+) -> Result:
+    """Perform the pending write, if any, and the next read; return input_btd, X'_btnd, post_btn and res_btij.
+
+    given_btn: the H_pre of the read. With it, that of the maps is returned, too.
+    """
     if pending is not None:
         x_btnd = write_streams(x_btnd, pending, rebuild)
     pre_btn, post_btn, res_btij = maps_of(x_btnd)
+    if given_btn is not None:
+        return read_streams(given_btn, x_btnd), x_btnd, post_btn, res_btij, pre_btn
     return read_streams(pre_btn, x_btnd), x_btnd, post_btn, res_btij
 
 

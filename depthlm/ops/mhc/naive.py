@@ -43,6 +43,7 @@ def mhc_post_pre(
     iterations: int,
     rebuild: bool = False,
     form: Form = PAPER,
+    pre_btn: Tensor | None = None,
 ) -> Result:
     """Perform the pending write and the next read; return input_btd, X'_btnd, post_btn and res_btij.
 
@@ -50,13 +51,16 @@ def mhc_post_pre(
     input = H_pre X'. res_btij is None if H_res is the identity. The input and X' have the dtype of X, and the maps are
     in fp32 or better; this definition is for fp32 and fp64 without autocast.
 
+    pre_btn: the H_pre of the read, such as that of the sublayer before. The H_pre of X' is then the fifth result.
     rebuild: whether X' may be computed again for the backward pass instead of kept (`depthlm.ops.mhc.rebuilding`).
     Raises, if Triton kernels run: ValueError for a wrong shape or device, TypeError for a wrong dtype.
     """
     if pending is not None:
         x_btnd = write_streams(x_btnd, pending)
-    pre_btn, post_btn, res_btij = mhc_maps(x_btnd, parameters, eps, iterations, form)
-    return read_streams(pre_btn, x_btnd), x_btnd, post_btn, res_btij
+    own_btn, post_btn, res_btij = mhc_maps(x_btnd, parameters, eps, iterations, form)
+    if pre_btn is None:
+        return read_streams(own_btn, x_btnd), x_btnd, post_btn, res_btij
+    return read_streams(pre_btn, x_btnd), x_btnd, post_btn, res_btij, own_btn
 
 
 def write_streams(x_btnd: Tensor, pending: Pending) -> Tensor:

@@ -104,6 +104,7 @@ def write_and_read(
     settings: tuple[Any, ...],
     rebuild: bool,
     identity: bool = False,
+    late: bool = False,
 ) -> Result:
     """Perform the pending write, if any, and the next read; return input_btd, X'_btnd, post_btn and res_btij.
 
@@ -111,11 +112,12 @@ def write_and_read(
     input_btd, X'_btnd (empty without a pending write), post_btn, res_btij (unless H_res is the identity) and what the
     second one needs. The second one, (grads, sources, new, parameters, kept, *settings), returns the gradients of the
     sources and the first parameters, and a tensor with those of the others.
+    late: whether the H_pre of the read is a parameter. The H_pre of X' is then returned after res_btij.
     """
     sources = [x_btnd, *sources_of(pending)]
-    arguments = operators, settings, rebuild and pending is not None, len(sources), 3 if identity else 4
-    read_btd, new_btnd, post_btn, *res_btij = call(WriteAndRead, *arguments, *sources, *parameters)
-    return read_btd, x_btnd if pending is None else new_btnd, post_btn, res_btij[0] if res_btij else None
+    arguments = operators, settings, rebuild and pending is not None, len(sources), (3 if identity else 4) + late
+    read_btd, new_btnd, post_btn, *maps = call(WriteAndRead, *arguments, *sources, *parameters)
+    return read_btd, x_btnd if pending is None else new_btnd, post_btn, None if identity else maps.pop(0), *maps
 
 
 class WriteAndRead(torch.autograd.Function):
@@ -304,36 +306,6 @@ def mixed_tile(sources, i, p, mask_p, at_x, mask, y, old, d, settings):
             res = tl.load(sources[3] + p * n * n + i * n + j, mask_p, other=0.0)
             mixed = tl.fma(res[:, None], old[j], mixed)
     return mixed
-
-
-@triton.jit
-def read_streams(read_ptr, x_ptr, pre, p, mask_p, d, settings):
-    """Store H_pre X. The last columns come first: in the kernel that wrote X they are still in the cache."""
-    last = (d - 1) // settings.columns * settings.columns
-    for back in range(0, d, settings.columns):
-        at_x, at_y, mask = tile(p, mask_p, last - back, d, settings)
-        tiles = load_tiles(x_ptr, at_x, mask, d, settings)
-        read = tl.zeros(mask.shape, tl.float32)
-        for j in tl.static_range(settings.n):
-            read += pre[j][:, None] * tiles[j]
-        store_as(read_ptr, at_y, read, mask)
-
-
-@triton.jit
-def pre_gradient(grad_read_ptr, x_ptr, p, mask_p, d, settings):
-    """Return the gradient of H_pre in a read of the streams x."""
-    grad_pre = zeros([settings.positions, settings.lanes], settings.n)
-    for start in range(0, d, settings.columns):
-        at_x, at_y, mask = tile(p, mask_p, start, d, settings)
-        grad_read = load_fp32(grad_read_ptr, at_y, mask)
-        sums = ()
-        for j in tl.static_range(settings.n):
-            sums += (add_columns(grad_pre[j], grad_read * load_fp32(x_ptr + at_x, j * d, mask)),)
-        grad_pre = sums
-    totals = ()
-    for j in tl.static_range(settings.n):
-        totals += (tl.sum(grad_pre[j], axis=1),)
-    return totals
 
 
 @triton.jit

@@ -47,12 +47,26 @@ def mhc_chain(x: Tensor, weights: list[Tensor], rebuild: bool) -> Tensor:
     return write_streams(x, pending)
 
 
-SHAPES = {hyper_connections_chain: (N + 2, D), mhc_chain: (N * (N + 2), N * D)}
+def late_mhc_chain(x: Tensor, weights: list[Tensor], rebuild: bool) -> Tensor:
+    phi, output = weights
+    parameters, pending = Parameters(phi, torch.ones(N * D), torch.ones(3), torch.zeros(N * (N + 2))), None
+    pre = torch.ones(x.shape[:3]) / N
+    for _ in range(WRITES + 1):
+        read, x, post, res, pre = mhc_post_pre(x, pending, parameters, 1e-5, 3, rebuild, pre_btn=pre)
+        pending = Pending(output * read, post, res)
+    return write_streams(x, pending)
+
+
+M = N * (N + 2)
+SHAPES = {hyper_connections_chain: (N + 2, D), mhc_chain: (M, N * D), late_mhc_chain: (M, N * D)}
 
 
 @pytest.mark.parametrize(
     ("chain", "kernels"),
-    [*((chain, "torch") for chain in SHAPES), pytest.param(mhc_chain, "triton", marks=pytest.mark.slow)],
+    [
+        *((chain, "torch") for chain in SHAPES),
+        *(pytest.param(chain, "triton", marks=pytest.mark.slow) for chain in (mhc_chain, late_mhc_chain)),
+    ],
 )
 def test_gradients_are_the_same_and_few_streams_are_saved(chain: Any, kernels: str) -> None:
     if kernels == "triton":

@@ -102,34 +102,48 @@ def test_several_chunks_and_programs(kind: str, n: int, d: int) -> None:
 SHIPPED = {False: Form(pre_eps=1e-2, res_eps=1e-2), True: Form(1.5, pre_eps=1e-2, post_eps=1e-2)}
 
 
-def results_of_form(kernels: str, inputs: list[Tensor], pending: bool, identity: bool) -> list[Tensor]:
-    """Return the outputs and gradients of a norm without a weight, and without the inputs of an H_res of identity."""
+def results_of_form(kernels: str, inputs: list[Tensor], pending: bool, identity: bool, late: bool) -> list[Tensor]:
+    """Return the outputs and gradients of a norm without a weight, and without the inputs of an H_res of identity.
+
+    late: whether the H_pre of the read is given.
+    """
     n = inputs[0].shape[2]
     x, phi, _, alpha, bias, *written = inputs
+    pres = [written[1].flip(1)] if late else []
     if identity:
         phi, alpha, bias, written = phi[: 2 * n], alpha[:2], bias[: 2 * n], written[:2]
-    leaves = [y.detach().requires_grad_() for y in (x, phi, alpha, bias, *(written if pending else []))]
-    x, phi, alpha, bias, *written = leaves
+    leaves = [y.detach().requires_grad_() for y in (*pres, x, phi, alpha, bias, *(written if pending else []))]
+    pre, (x, phi, alpha, bias, *written) = leaves[0] if late else None, leaves[late:]
     waiting = Pending(*written, *[None] * identity) if pending else None
     with using(kernels):
-        outputs = mhc_post_pre(x, waiting, Parameters(phi, None, alpha, bias), 1e-5, 4, form=SHIPPED[identity])
+        outputs = mhc_post_pre(x, waiting, Parameters(phi, None, alpha, bias), 1e-5, 4, False, SHIPPED[identity], pre)
     assert (outputs[3] is None) == identity
     return with_gradients([y for y in outputs if y is not None], leaves)
 
 
 @pytest.mark.parametrize(
-    ("n", "d", "pending", "identity", "kernels"),
+    ("n", "d", "pending", "identity", "late", "kernels"),
     [
-        (4, 40, True, True, "triton"), (3, 7, True, False, "triton"), (4, 40, False, False, "triton"),
-        (1, 5, False, True, "triton"), (3, 7, True, True, "torch"), (4, 40, True, False, "torch"),
+        (4, 40, True, True, False, "triton"), (3, 7, True, False, False, "triton"),
+        (4, 40, False, False, False, "triton"), (1, 5, False, True, False, "triton"),
+        (3, 7, True, True, False, "torch"), (4, 40, True, False, False, "torch"),
+        (2, 70, True, False, True, "triton"), (3, 7, False, False, True, "triton"), (1, 5, True, True, True, "triton"),
+        (4, 40, True, False, True, "torch"), (3, 7, False, True, True, "torch"),
     ],
 )  # fmt: skip
 def test_the_forms_that_models_ship_with_equal_the_definition(
-    n: int, d: int, pending: bool, identity: bool, kernels: str
+    n: int, d: int, pending: bool, identity: bool, late: bool, kernels: str
 ) -> None:
     inputs, double = low(arguments("mhc", n, d, 9), torch.float32)
-    found, expected = (results_of_form(*given, pending, identity) for given in ((kernels, inputs), ("naive", double)))
-    assert_close(map(str, range(12)), found, expected, 1e-5)
+    of_form = pending, identity, late
+    found, expected = (results_of_form(*given, *of_form) for given in ((kernels, inputs), ("naive", double)))
+    assert_close(map(str, range(13)), found, expected, 1e-5)
+
+
+def test_a_given_pre_in_half_precision_is_close_to_fp64() -> None:
+    half, double = low(arguments("mhc", 4, 24, 5), torch.float16)
+    found, expected = (results_of_form(*given, True, False, True) for given in (("triton", half), ("naive", double)))
+    assert_close(map(str, range(13)), found, expected, 8 * torch.finfo(torch.float16).eps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16])
@@ -212,7 +226,7 @@ def test_a_write_alone_returns_the_same_bits() -> None:
     assert torch.equal(triton_streams.write_streams([x, output, post, res]), new)
     n = 3
     x, phi, norm, alpha, bias, *written = in_fp32("mhc", n, 70, 9)
-    settings = 1e-5, 1, list(PAPER), torch.float32
+    settings = 1e-5, 1, list(PAPER), torch.float32, False
     identity = [phi[: 2 * n], bias[: 2 * n], alpha[:2]]
     for count, parameters in ((3, [phi, norm, bias, alpha]), (2, identity)):
         sources = [x, *written[:count]]
@@ -232,22 +246,27 @@ def test_static_maps_run_in_pytorch() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "pending", "identity"),
-    [("hyper_connections", True, False), ("mhc", True, False), ("mhc", False, True)],
-)
-def test_operators_pass_opcheck(kind: str, pending: bool, identity: bool) -> None:
+    ("kind", "pending", "identity", "late"),
+    [
+        ("hyper_connections", True, False, False), ("mhc", True, False, False), ("mhc", False, True, False),
+        ("mhc", True, False, True),
+    ],
+)  # fmt: skip
+def test_operators_pass_opcheck(kind: str, pending: bool, identity: bool, late: bool) -> None:
     x, *parameters, output, post, res = (x.float() for x in arguments(kind, 2, 8, 3, b=1))
     sources, opcheck = [x, output, post, res] if pending else [x], torch.library.opcheck
     if kind == "mhc":
         (phi, norm, alpha, bias), module = parameters, mhc_triton
         parameters = [phi[:4], bias[:4], alpha[:2]] if identity else [phi, norm, bias, alpha]
-        settings = 1e-5, 3, list(PAPER), torch.float32
+        parameters = [post, *parameters] if late else parameters
+        settings = 1e-5, 3, list(PAPER), torch.float32, late
     else:
         (*static, w, scale), module = parameters, hyper_triton
         parameters, settings = [w, *static, scale], (1e-5,)
     opcheck(module.forward, (sources, parameters, *settings))
     read, new, *outputs = module.forward(sources, parameters, *settings)
-    maps, kept = outputs[: 1 if identity else 2], outputs[1 if identity else 2 :]
+    count = (1 if identity else 2) + late
+    maps, kept = outputs[:count], outputs[count:]
     grads = [torch.ones_like(read), torch.ones_like(new), *maps]
     opcheck(module.backward, (grads, sources, new if pending else x, parameters, kept, *settings))
     if pending:
@@ -268,6 +287,9 @@ def test_invalid_arguments_are_refused() -> None:
         inputs[which] = change(inputs[which])
         with pytest.raises(ValueError, match=words):
             results(kind, "triton", inputs)
+    x, *parameters = in_fp32("mhc", 4, 8, 3)[:5]
+    with using("triton"), pytest.raises(ValueError, match=r"pre is \[2, 3, 3\], must be \[2, 3, 4\]"):
+        mhc_post_pre(x, None, Parameters(*parameters), 1e-5, 3, pre_btn=x[..., :3, 0])
 
 
 @of_both
