@@ -252,7 +252,7 @@ def test_mistakes_are_reported():
 
 
 def test_a_point_without_the_chosen_setting_is_refused(folder):
-    more = '    - {label: Plain, model: vanilla, seed: [1, 2]}\n  columns:'
+    more = "    - {label: Plain, model: vanilla, seed: [1, 2]}\n  columns:"
     (folder / "experiment/mine/it.yaml").write_text(MINE.replace("  columns:", more, 1))
     with pytest.raises(ConfigError, match="some points do not set it; write its value in each of them"):
         sweep_points(["experiment=mine/it"], folder)
