@@ -64,9 +64,9 @@ class Settings(NamedTuple):
     KIND: tl.constexpr
 
 
-def supports(query_sd: Tensor, num_sources: int, has_start: bool) -> bool:
-    """Whether these kernels run a group of reads: a start is supported for a single one."""
-    return num_sources <= FEW_SOURCES and (len(query_sd) == 1 or not has_start)
+def kernels_of_few(query_sd: Tensor, num_sources: int, has_start: bool) -> Kernels | None:
+    """Return these kernels if they run such reads: a start is supported for a single one."""
+    return KERNELS if num_sources <= FEW_SOURCES and (len(query_sd) == 1 or not has_start) else None
 
 
 def allocate(parameters: list[Tensor], sources: list[Tensor]) -> list[Tensor]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from depthlm.ops.attention_residuals import few_triton
+from depthlm.ops.attention_residuals.few_triton import allocate, kernels_of_few
 from depthlm.ops.backend import expect
 from depthlm.ops.depth_reduce import source_scores
 from depthlm.ops.library import register
@@ -84,7 +84,7 @@ def depth_attend(
     for first in range(0, len(sources), MANY_SOURCES):
         part = slice(first, first + MANY_SOURCES)
         xs, shared = sources[part], [x[part] for x in bias]
-        kernels = few_triton.KERNELS if few_triton.supports(query_sd, len(xs), bool(result)) else KERNELS
+        kernels = kernels_of_few(query_sd, len(xs), bool(result)) or KERNELS
         result = read(kernels, [query_sd], xs, result, eps, shared)
     out_spd, lse_sp = result
     return out_spd, lse_sp
@@ -142,7 +142,7 @@ def backward(inputs: BackwardInputs) -> list[Tensor]:
     return [partial_query.sum(0).to(query.dtype), *grad_bias, *start_grads]
 
 
-KERNELS = Kernels("attention_residuals", 2, few_triton.allocate, forward, backward, saves_start=True)
+KERNELS = Kernels("attention_residuals", 2, allocate, forward, backward, saves_start=True)
 
 
 @triton.jit(do_not_specialize=COUNTS)
