@@ -17,12 +17,9 @@ from torch import Tensor
 
 from depthlm.ops.autograd import attached
 from depthlm.ops.backend import interpreted
-from depthlm.ops.reads import MAX_READS
 from depthlm.ops.tiles import tiles_of
 from depthlm.ops.triton_common import cdiv, constants, load_fp32, on_device, store_as, tl, triton, triton_type
 
-# the most reads of a launch
-READS = tl.constexpr(MAX_READS)
 # reads of a tensor-core product, whose sides have at least 16 entries
 DOT_READS = tl.constexpr(16)
 _TILES = tiles_of("reads")

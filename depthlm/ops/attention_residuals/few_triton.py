@@ -171,7 +171,8 @@ def attention_residuals_few_forward(x_ptrs, wide, tensor_ptrs, n, positions, rea
     p = tl.program_id(0) * SETTINGS.P + tl.arange(0, SETTINGS.P)[None, :, None, None]
     c = tl.arange(0, LANES)[None, None, :, None] * VECTOR + tl.arange(0, VECTOR)[None, None, None, :]
     mask_p, at = p < positions, tl.cast(p, tl.int64) * SETTINGS.D + c
-    query_at, mask_q = s * SETTINGS.D + c + 0 * p, (s < reads) & (p >= 0)
+    # a copy per position: the warps would share the reads of a tile without positions, and exchange them
+    query_at, mask_q = s * SETTINGS.D + c + 0 * p, s < reads
     raws, squares = (), ()
     for _ in tl.static_range(SETTINGS.N):
         raws += (tl.zeros([SETTINGS.READS, SETTINGS.P, LANES, 1], tl.float32),)
@@ -230,7 +231,8 @@ def attention_residuals_few_backward(
     p = tl.program_id(0) * SETTINGS.P + warp
     c = tl.arange(0, LANES)[None, None, :, None] * VECTOR + tl.arange(0, VECTOR)[None, None, None, :]
     mask_p, at = p < positions, tl.cast(p, tl.int64) * SETTINGS.D + c
-    query_at, mask_q = s * SETTINGS.D + c + 0 * p, (s < reads) & (p >= 0)
+    # a copy per position: the warps would share the reads of a tile without positions, and exchange them
+    query_at, mask_q = s * SETTINGS.D + c + 0 * p, s < reads
     mask_s, lse_at = (s < reads) & mask_p, s * positions + p
     row_at = tl.cast(lse_at, tl.int64) * SETTINGS.D + c
     # the products of the gradients with the sources, and of one read with its output
@@ -267,7 +269,7 @@ def attention_residuals_few_backward(
         grad_score = weights[j] * (products[j] - common)
         grad_raws += (grad_score * scales[j],)
         grad_raw_at = (tl.cast(p, tl.int64) * SETTINGS.READS + s) * SETTINGS.N + j
-        tl.store(grad_raw_ptr + grad_raw_at, grad_raws[j], mask_p & (s >= 0))
+        tl.store(grad_raw_ptr + grad_raw_at, grad_raws[j], mask_p)
         # the gradient of rms(x) is parallel to x
         alongs += (tl.sum(grad_raws[j] * raws[j], axis=0, keep_dims=True) * scales[j] * scales[j] / SETTINGS.D,)
     share = tl.zeros_like(lse)
