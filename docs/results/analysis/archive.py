@@ -35,6 +35,7 @@ TIMES = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 EXPERIMENTS = (
     "depth",
     "sizes",
+    "completep",
     "transfer",
     # the first study, with one rate for all
     "start",
