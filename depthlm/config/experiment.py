@@ -49,7 +49,9 @@ class Experiment:
         "setting, such as optimizer.lr, whose values in the points are a grid: for each group of points that differ in "
         "nothing else but the seed, the best value by the first column is chosen, and reported",
     )
-    selection_seeds: list[int] = key([], "seeds of the runs that choose; the seeds of the points are those that report")
+    selection_seeds: list[int] = key(
+        [11, 12], "seeds of the runs that choose; the seeds of the points are those that report"
+    )
     widen: int = key(
         3, "the most values that the grid of a setting gains, for a group whose best value is at its edge", minimum=0
     )

@@ -3,12 +3,15 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, mean, stdev
+from statistics import NormalDist, fmean, mean, stdev
+
+import numpy as np
 
 from depthlm.config.experiment import Column
 from depthlm.config.names import setting_texts
 from depthlm.counts import as_number
 from depthlm.runs.records import COMPLETE, RunRecord, Validation, ValidationLosses, read_run, with_one_source
+from depthlm.sweeps.best import group_of
 from depthlm.sweeps.point import Point
 
 # metrics that describe a run but not its quality
@@ -49,24 +52,29 @@ class Measured:
     """A number over seeds: mean, sample standard deviation (None for one seed), number of seeds.
 
     A difference of runs without a common seed has a count of 0. freedom: degrees of freedom of the deviation; None: one
-    less than the seeds.
+    less than the seeds. luck: the standard deviation of the mean that comes from the choice of a value (`choice_luck`).
     """
 
     mean: float
     deviation: float | None
     count: int
     freedom: int | None = None
+    luck: float = 0.0
 
     @property
     def interval(self) -> float | None:
-        """Half the width of the mean's 95% confidence interval, by Student's t; None without a deviation."""
+        """Half the width of the mean's 95% confidence interval; None without a deviation."""
         return self.half_width(0.95)
 
     def half_width(self, level: float) -> float | None:
-        """Return half the width of the mean's confidence interval; None without a deviation."""
+        """Return half the width of the mean's confidence interval; None without a deviation.
+
+        It is that of Student's t over the seeds, and that of a normal distribution for the luck, added by squares.
+        """
         if self.deviation is None:
             return None
-        return student_t(self.freedom or self.count - 1, level) * self.deviation / math.sqrt(self.count)
+        seeds = student_t(self.freedom or self.count - 1, level) * self.deviation / math.sqrt(self.count)
+        return math.hypot(seeds, normal_quantile(level) * self.luck) if self.luck else seeds
 
 
 def student_t(freedom: int, level: float = 0.95) -> float:
@@ -74,6 +82,49 @@ def student_t(freedom: int, level: float = 0.95) -> float:
     from scipy.stats import t
 
     return float(t.ppf((1 + level) / 2, freedom))
+
+
+def normal_quantile(level: float) -> float:
+    """Return the two-sided quantile of the normal distribution, such as 1.96 for a level of 0.95."""
+    return NormalDist().inv_cdf((1 + level) / 2)
+
+
+def choice_luck(means: Sequence[float], error: float) -> float:
+    """Return the standard deviation of the loss of the chosen value, if the runs that choose were run again.
+
+    means: of the loss of each value, over the seeds that choose. error: the standard error of such a mean. Each mean is
+    taken as normally distributed around the observed one, independent of the others; the lowest chooses a value, whose
+    loss is its observed mean. This is the limit of a parametric bootstrap.
+    """
+    from scipy.stats import norm
+
+    if len(means) < 2 or not error:
+        return 0.0
+    observed = np.asarray(means)
+    x = np.linspace(observed.min() - 8 * error, observed.min() + 8 * error, 2001)[:, None]
+    above = norm.sf(x, observed, error)
+    # the density of each value's mean, times the chance that all others are above it
+    lowest = [norm.pdf(x[:, 0], mean, error) * np.delete(above, i, 1).prod(1) for i, mean in enumerate(observed)]
+    chances = np.sum(lowest, 1) / np.sum(lowest)
+    return float(np.sqrt(chances @ (observed - chances @ observed) ** 2))
+
+
+def luck_of(rows: Sequence[Row], selection: Sequence[Row], column: Column) -> dict[str, float]:
+    """Return the standard deviation that the choice of a value adds to the column of each row, by its label.
+
+    rows: of one series, whose pooled deviation over seeds is taken to be that of the runs that choose. selection: the
+    rows of these. 0 where nothing was chosen, or where no row has two seeds.
+    """
+    known = pool_deviations([measure_column(row, column) for row in rows])
+    luck = {}
+    for row, measured in zip(rows, known, strict=True):
+        grid = [each for each in selection if group_of(each.points[0]) == group_of(row.points[0])]
+        # a value that diverged with a seed is not chosen
+        losses = [list(values) for each in grid if len(values := by_seed(each, column).values()) == len(each.runs)]
+        sign = 1 if column.better == "lower" else -1
+        error = measured.deviation / math.sqrt(len(losses[0])) if losses and measured and measured.deviation else 0.0
+        luck[row.label] = choice_luck([sign * fmean(values) for values in losses], error)
+    return luck
 
 
 def pool_deviations(numbers: Sequence[Measured | None]) -> list[Measured | None]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -210,6 +210,8 @@ def savings(sweep: Sweep, fitted: Sequence[Curve]) -> list[Saving]:
         for (size, reference), log_ratio in zip(pairs, log_ratios, strict=True):
             # without a common seed, a ratio would mostly show the difference between the seeds
             if log_ratio is not None and log_ratio.count:
+                luck = math.hypot(*(sweep.luck[each.row.label] / each.loss for each in (size, reference)))
+                log_ratio = replace(log_ratio, luck=luck)
                 needs = {
                     view: _factor_needed(law, size.x[view], reference.x[view], log_ratio)
                     for view, law in baseline.laws.items()

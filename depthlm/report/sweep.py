@@ -1,5 +1,6 @@
 """The sweep of a report: the experiment, its rows, and the row with which each is compared."""
 
+import math
 import re
 from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from depthlm.report.rows import (
     Row,
     difference,
     gather,
+    luck_of,
     measure_column,
     number,
     paper,
@@ -29,7 +31,7 @@ from depthlm.report.rows import (
     times_to_baseline,
 )
 from depthlm.runs.records import COMPLETE, RunRecord, read_run
-from depthlm.sweeps.best import Undecided, as_trained, find_undecided
+from depthlm.sweeps.best import Undecided, as_trained, find_undecided, selection_column
 from depthlm.sweeps.points import expand, load_experiment, parse_value, sweep_points
 
 # metrics that reports derive from several runs or columns
@@ -230,8 +232,18 @@ class Sweep:
         numbers: dict[str, Measured | None] = {}
         for rows in self.tasks:
             known = pool_deviations([measure_column(row, self.first[1]) for row in rows])
-            numbers |= zip([row.label for row in rows], known, strict=True)
+            for row, measured in zip(rows, known, strict=True):
+                numbers[row.label] = measured and replace(measured, luck=self.luck[row.label])
         return numbers
+
+    @cached_property
+    def luck(self) -> dict[str, float]:
+        """The standard deviation that the choice of a value adds to the first column of each row, by its label."""
+        column = self.first[1]
+        chooses = [run for row in self.selection for run in row.runs]
+        same = bool(chooses) and selection_column(self.experiment, chooses) == column
+        selection = self.selection if same else []
+        return {label: luck for each in self.series for label, luck in luck_of(each.rows, selection, column).items()}
 
     def _measure_pairs(self, pairs: Sequence[tuple[Row, Row | None]], column: Column) -> list[Measured | None]:
         """Return the difference of each pair; the deviation is pooled over pairs whose first rows are of one series."""
@@ -242,6 +254,10 @@ class Sweep:
         for places in members.values():
             for place, pooled_one in zip(places, pool_deviations([ours[place] for place in places]), strict=True):
                 ours[place] = pooled_one
+        if column == self.first[1]:
+            for place, (measured, (row, other)) in enumerate(zip(ours, pairs, strict=True)):
+                if measured is not None and other is not None:
+                    ours[place] = replace(measured, luck=math.hypot(self.luck[row.label], self.luck[other.label]))
         return ours
 
     def stamp(self, beside_paper: bool = False) -> str:

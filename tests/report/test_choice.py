@@ -4,9 +4,12 @@ import math
 from pathlib import Path
 from statistics import stdev
 
+import pytest
+
 from depthlm.report import report
 from depthlm.report.choice import choice_table
 from depthlm.report.experiment_report import experiment_report
+from depthlm.report.rows import choice_luck
 from depthlm.report.sweep import read_sweep
 from depthlm.report.sweep_report import results_table
 from depthlm.sweeps import sweep_points
@@ -56,6 +59,21 @@ def test_the_chosen_value_stands_between_its_neighbours_with_their_intervals():
     half = 12.7062 * stdev([0.2, 0.24]) / math.sqrt(2)
     below = f"2e-3: +0.2200 [{0.22 - half:+.4f}, {0.22 + half:+.4f}]"
     assert mhc == ["mhc", "lr", "4e-3", "2.9000", below, "8e-3: diverged", "8", "not separated from 2e-3"]
+
+
+def test_the_luck_of_a_close_choice_is_in_the_interval_of_a_difference():
+    train()
+    for point in sweep_points(SWEEP):
+        if not point.selects and point.seed == "2":
+            write_run(point.directory, 2.82 if point.mechanism == "vanilla" else 2.84)
+    sweep = read_sweep(SWEEP)
+    # deviations of 0.02 / sqrt(2) and 0.04 / sqrt(2) over two seeds, so half of it for a mean of two
+    expected = {"vanilla": choice_luck([3.15, 3.02, 3.025], 0.01), "mhc": choice_luck([3.3, 3.12, 2.9], 0.02)}
+    assert sweep.luck == pytest.approx(expected)
+    assert expected["vanilla"] > 0.002
+    (entry,) = sweep.differences()
+    assert entry.ours.luck == pytest.approx(math.hypot(*expected.values()))
+    assert "wider by the luck of this choice" in report([*SWEEP, "to=report"]).read_text()
 
 
 def test_a_report_has_the_choice_its_cost_and_a_picture_or_says_which_groups_have_not_chosen(capsys):

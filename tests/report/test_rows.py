@@ -3,12 +3,14 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from depthlm.config.experiment import Column, Experiment
 from depthlm.report.rows import (
     Measured,
     Row,
+    choice_luck,
     difference,
     gather,
     measure_column,
@@ -50,6 +52,17 @@ def test_seeds_form_one_row_with_mean_and_sample_deviation():
     assert millions is not None
     assert millions.mean == pytest.approx(49.65)
     assert loss_over_seeds == Measured(pytest.approx(3.2), pytest.approx(math.sqrt((0.04 + 0.01 + 0.09) / 2)), 3)
+
+
+@pytest.mark.parametrize("means", [[3.0, 3.01], [3.0, 3.02, 3.2, 2.99], [3.0, 9.0]])
+def test_the_luck_of_a_choice_is_that_of_drawing_the_means_again(means):
+    drawn = np.random.default_rng(1).normal(means, 0.02, (100_000, len(means)))
+    assert choice_luck(means, 0.02) == pytest.approx(np.std(np.array(means)[drawn.argmin(1)]), abs=1e-4)
+
+
+def test_an_interval_adds_the_luck_of_the_choice_by_squares():
+    over_seeds = 4.30265 * 0.02 / math.sqrt(3)
+    assert Measured(0.1, 0.02, 3, luck=0.01).interval == pytest.approx(math.hypot(over_seeds, 1.95996 * 0.01), rel=1e-5)
 
 
 def test_a_row_is_named_by_its_label_and_differing_settings_or_its_mechanism():

@@ -238,7 +238,7 @@ def test_an_experiment_chooses_by_its_first_column(folder):
 def test_mistakes_are_reported():
     rates = f"{LR}=1e-3,2e-3"
     for overrides, words in (
-        ([rates, CHOICE[0]], ["needs experiment.selection_seeds"]),
+        ([rates, CHOICE[0], "experiment.selection_seeds=[]"], ["needs experiment.selection_seeds"]),
         ([rates, "seed=1,11", *CHOICE], ["experiment.selection_seeds: 11 is also a seed that reports"]),
         (["model=vanilla,mhc", *CHOICE], [f"no points differ in {LR}", f"{LR}=1,2"]),
         (

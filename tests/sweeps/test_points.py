@@ -174,6 +174,7 @@ def test_an_unknown_column_setting_or_experiment_is_reported(tmp_path):
 
 def test_mistakes_of_a_sweep_and_of_its_points_are_reported_together():
     overrides = ["model=vanilla,mHC", "optimizer.lrr=1", "experiment.best_over=optimizer.lr"]
+    overrides += ["experiment.selection_seeds=[]"]
     with pytest.raises(ConfigError) as caught:
         check_points(overrides)
     text = "\n".join(caught.value.errors)

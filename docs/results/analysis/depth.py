@@ -4,12 +4,21 @@ docs/results/question.md defines the groups, the slopes and what they answer.
 """
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from depthlm.report.choice import Group, groups_of
-from depthlm.report.rows import Measured, by_seed, measure_column, over_seeds, pool_deviations, student_t
+from depthlm.report.rows import (
+    Measured,
+    by_seed,
+    measure_column,
+    normal_quantile,
+    over_seeds,
+    pool_deviations,
+    student_t,
+)
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Cell, Table, cells, number_text
 from docs.results.analysis.differences import (
@@ -45,14 +54,20 @@ LARGEST_DEVIATION = 0.1
 Gaps = Mapping[tuple[int, str], float]
 # a mechanism, or a wider vanilla, and its number of layers
 Place = tuple[str, int]
+# of gaps whose scatter has the luck of the choices already
+NO_LUCK: Mapping[int, float] = {}
 
 
 @dataclass(frozen=True)
 class Study:
-    """The reported validation losses, by mechanism, number of layers and seed. parameters: outside the embedding."""
+    """The reported validation losses, by mechanism, number of layers and seed. parameters: outside the embedding.
+
+    luck: the standard deviation that the choice of a rate adds to the mean loss of a place.
+    """
 
     losses: Mapping[Place, Mapping[str, float]]
     parameters: Mapping[Place, int]
+    luck: Mapping[Place, float]
 
     @property
     def layers(self) -> list[int]:
@@ -64,14 +79,20 @@ class Study:
         bases = WIDTHS if equal else WIDTHS[:1]
         return [n for n in self.layers if not any((name, n) in without for name in (model, *bases))]
 
+    def vanilla_beside(self, layers: int, parameters: int) -> dict[Place, float]:
+        """Return the two vanilla models beside a number of parameters, with their exponents in a power law there."""
+        places = [(name, layers) for name in WIDTHS if (name, layers) in self.losses]
+        counts = [self.parameters[place] for place in places]
+        upper = next((n for n, count in enumerate(counts) if n and count >= parameters), len(counts) - 1)
+        few, many = counts[upper - 1 : upper + 1]
+        share = math.log(parameters / few) / math.log(many / few)
+        return {places[upper - 1]: 1 - share, places[upper]: share}
+
     def vanilla_with(self, layers: int, parameters: int) -> dict[str, float]:
         """Return vanilla's loss by seed at a number of parameters, by a power law between the two beside it."""
-        places = [(name, layers) for name in WIDTHS if (name, layers) in self.losses]
-        points = [(self.parameters[place], self.losses[place]) for place in places]
-        upper = next((n for n, (count, _) in enumerate(points) if n and count >= parameters), len(points) - 1)
-        (few, small), (many, large) = points[upper - 1], points[upper]
-        share = math.log(parameters / few) / math.log(many / few)
-        return {seed: small[seed] ** (1 - share) * large[seed] ** share for seed in small}
+        shares = self.vanilla_beside(layers, parameters)
+        seeds = self.losses["vanilla", layers]
+        return {seed: math.prod(self.losses[place][seed] ** share for place, share in shares.items()) for seed in seeds}
 
     def gaps(self, model: str, equal: bool = False, without: Collection[Place] = ()) -> Gaps:
         """Return by how much a mechanism's losses exceed vanilla's. equal: those of vanilla with equal parameters."""
@@ -82,6 +103,24 @@ class Study:
                 base = self.vanilla_with(layers, self.parameters[model, layers])
             gaps |= {(layers, seed): losses[seed] - base[seed] for seed in losses}
         return gaps
+
+    def luck_of(self, weights: Mapping[str, float], equal: bool = False) -> dict[int, float]:
+        """Return the standard deviation that choices add to a weighted sum of gaps, by the number of layers.
+
+        weights: of each mechanism's gap.
+        """
+        luck = {}
+        for layers in self.layers:
+            share = defaultdict[Place, float](float)
+            for model, weight in weights.items():
+                share[model, layers] += weight
+                base = {("vanilla", layers): 1.0}
+                if equal:
+                    base = self.vanilla_beside(layers, self.parameters[model, layers])
+                for place, part in base.items():
+                    share[place] -= weight * part
+            luck[layers] = math.hypot(*(part * self.luck[place] for place, part in share.items()))
+        return luck
 
     def unstable(self) -> list[Place]:
         """Return the places where a run may have failed, since the seeds differ much."""
@@ -95,24 +134,31 @@ class Study:
 
 def study_of(sweep: Sweep) -> Study:
     """Return the reported losses of a sweep."""
-    losses, parameters = {}, {}
+    losses, parameters, luck = {}, {}, {}
     for row, config in zip(sweep.rows, sweep.configs, strict=True):
         layers, _, width = row.parts["task"].partition(" layers")
         place = f"{row.settings['model']}{width}", int(layers)
-        losses[place] = by_seed(row, sweep.first[1])
+        losses[place], luck[place] = by_seed(row, sweep.first[1]), sweep.luck[row.label]
         parameters[place] = row.runs[0].summary["parameters"] - config.size.vocab_size * config.size.hidden_size
-    return Study(losses, parameters)
+    return Study(losses, parameters, luck)
 
 
-def slope(gaps: Gaps, level: float = 0.95) -> Difference:
+def slope(gaps: Gaps, level: float = 0.95, luck: Mapping[int, float] = NO_LUCK) -> Difference:
     """Return the slope of a least-squares line over the base-2 logarithm of the layers.
 
-    level: of the wider interval.
+    level: of the wider interval. luck: of the mean gap at each number of layers (`Study.luck_of`).
     """
     from scipy.stats import linregress
 
-    line = linregress([math.log2(layers) for layers, _ in gaps], [*gaps.values()])
-    half, wide = (student_t(len(gaps) - 2, share) * line.stderr for share in (0.95, level))
+    x = [math.log2(layers) for layers, _ in gaps]
+    line, centre = linregress(x, [*gaps.values()]), fmean(x)
+    squares = sum((each - centre) ** 2 for each in x)
+    seeds = Counter(layers for layers, _ in gaps)
+    chance = math.hypot(*(seeds[n] * (math.log2(n) - centre) / squares * luck.get(n, 0.0) for n in seeds))
+    half, wide = (
+        math.hypot(student_t(len(gaps) - 2, share) * line.stderr, normal_quantile(share) * chance)
+        for share in (0.95, level)
+    )
     return Difference(line.slope, line.slope - half, line.slope + half, abs(line.slope) > wide)
 
 
@@ -151,10 +197,21 @@ def between_mechanisms(first: Sequence[float], second: Sequence[float]) -> Diffe
     return Difference(fmean(first) - fmean(second), float(low), float(high), low > 0 or high < 0)
 
 
-def pooled_depths(study: Study, gaps: Gaps) -> list[Measured]:
-    """Return the mean of gaps at each depth, with the deviation over seeds pooled over the depths."""
-    each_depth = [[gap for (layers, _), gap in gaps.items() if layers == each] for each in study.layers]
-    return pool_deviations([over_seeds(values) for values in each_depth])
+def pooled_depths(gaps: Gaps, luck: Mapping[int, float]) -> list[Measured]:
+    """Return the mean of gaps at each depth, with the deviation over seeds pooled over the depths. luck: of each."""
+    each_depth = [[gap for (layers, _), gap in gaps.items() if layers == each] for each in luck]
+    pooled = pool_deviations([over_seeds(values) for values in each_depth])
+    return [replace(number, luck=chance) for number, chance in zip(pooled, luck.values(), strict=True)]
+
+
+def pooled_group(study: Study, models: Sequence[str]) -> list[Measured]:
+    """Return the mean gap of some mechanisms at each depth, with its deviation and luck."""
+    return pooled_depths(group_gaps(study, models), study.luck_of(equal_weights(models)))
+
+
+def equal_weights(models: Sequence[str]) -> dict[str, float]:
+    """Return the weight of each of some mechanisms in their mean."""
+    return dict.fromkeys(models, 1 / len(models))
 
 
 def differences(study: Study, equal: bool = False) -> Table:
@@ -162,29 +219,34 @@ def differences(study: Study, equal: bool = False) -> Table:
 
     equal: vanilla with equal parameters.
     """
-    gaps = {model: study.gaps(model, equal) for model in (*STATIC, *LEARNED)}
+    gaps = {model: (study.gaps(model, equal), study.luck_of({model: 1}, equal)) for model in (*STATIC, *LEARNED)}
     return _over_depths(study, f"minus vanilla{EQUAL if equal else ''}", gaps)
 
 
 def rivals(study: Study) -> Table:
     """Return the differences of Depth-Attention from the mechanisms with which its paper compares it."""
     own = study.gaps("depth_attention")
-    return _over_depths(study, "depth_attention minus", {model: minus(own, study.gaps(model)) for model in RIVALS})
+    gaps = {
+        model: (minus(own, study.gaps(model)), study.luck_of({"depth_attention": 1, model: -1})) for model in RIVALS
+    }
+    return _over_depths(study, "depth_attention minus", gaps)
 
 
-def _over_depths(study: Study, title: str, gaps: Mapping[str, Gaps]) -> Table:
+def _over_depths(study: Study, title: str, gaps: Mapping[str, tuple[Gaps, Mapping[int, float]]]) -> Table:
     """Return each mean of gaps at each depth, over the depths with the deviation pooled over them, and its slope.
 
-    Bold: the interval excludes 0 also with the correction for all differences, all means, or all slopes, of the table.
+    gaps: with their luck. Bold: the interval excludes 0 also with the correction for all differences, all means, or all
+    slopes, of the table.
     """
     table, depths = [], study.layers
     level, narrow = corrected(len(gaps)), corrected(len(gaps) * len(depths))
-    for label, each in gaps.items():
-        numbers = pooled_depths(study, each)
-        mean = replace(numbers[0], mean=fmean(number.mean for number in numbers), count=len(each))
+    for label, (each, luck) in gaps.items():
+        numbers = pooled_depths(each, luck)
+        chance = math.hypot(*luck.values()) / len(luck)
+        mean = replace(numbers[0], mean=fmean(number.mean for number in numbers), count=len(each), luck=chance)
         shown = [difference_cell(with_interval(number, narrow)) for number in numbers]
         mean_cell = difference_cell(with_interval(mean, level))
-        table.append([Cell(label), *shown, mean_cell, difference_cell(slope(each, level), 4)])
+        table.append([Cell(label), *shown, mean_cell, difference_cell(slope(each, level, luck), 4)])
     return Table([title, *(f"{layers} layers" for layers in depths), "mean", "slope"], table)
 
 
@@ -221,9 +283,17 @@ def _answer_cells(
     over_means: bool = False,
 ) -> list[Cell]:
     gaps = [group_gaps(study, groups[name], equal, without) for name in ("learned", "static")]
+    # the scatter of the means about a line has the luck of their choices
+    luck: list[Mapping[int, float]] = [NO_LUCK] * 3
     if over_means:
         gaps = [means_of(each) for each in gaps]
-    lines: list[Difference | None] = [slope(each) for each in (*gaps, minus(*gaps))]
+    else:
+        learned, static = equal_weights(groups["learned"]), equal_weights(groups["static"])
+        both = learned | {model: -weight for model, weight in static.items()}
+        luck = [study.luck_of(weights, equal) for weights in (learned, static, both)]
+    lines: list[Difference | None] = [
+        slope(each, luck=chance) for each, chance in zip((*gaps, minus(*gaps)), luck, strict=True)
+    ]
     if over_means:
         # the intervals over mechanisms already have no seeds
         lines += [None] * 3

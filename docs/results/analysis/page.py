@@ -2,7 +2,7 @@
 
     python docs/results/analysis/page.py
 
-The tables replace the blocks between `<!-- name -->` and `<!-- end -->` in README.md and transfer.md.
+The tables replace the blocks between `<!-- name -->` and `<!-- end -->` in the pages.
 """
 
 import re
@@ -38,7 +38,7 @@ from docs.results.analysis.sizes import (
     with_depth,
 )
 
-PAGE = RESULTS / "README.md"
+PAGES = [RESULTS / name for name in ("README.md", "tables.md", "method.md")]
 # the layers of the models with interventions
 LAYERS = "12"
 # the lines of interventions.py, by mechanism
@@ -69,12 +69,12 @@ def read_records() -> Records:
 
 def main() -> None:
     records, rows = read_records(), transfer.read_rows()
-    pages = {PAGE: blocks(records), transfer.PAGE: transfer.blocks(rows)}
-    for page, content in pages.items():
+    content = blocks(records) | transfer.blocks(rows)
+    for page in (*PAGES, transfer.PAGE):
         replace_text(page, with_blocks(page.read_text(), content))
     draw_all(records, RESULTS)
     transfer.draw_all(rows, RESULTS)
-    print(f"written to {', '.join(map(str, pages))}")
+    print(f"written to {RESULTS}")
 
 
 def draw_all(records: Records, folder: Path) -> None:

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from depthlm.report.figures.scaling import BARS
-from depthlm.report.figures.style import mechanism_of, shade, style_of
+from depthlm.report.figures.style import Style, mechanism_of, shade, style_of
 from depthlm.report.rows import measure_column
 from depthlm.report.sweep import Sweep
 from depthlm.runs.plots import MARKERS, grid, legend_below, save, subplots
@@ -16,12 +16,12 @@ from docs.results.analysis.depth import (
     GROUPS,
     LEARNED,
     STATIC,
-    Gaps,
     Study,
     choices,
+    equal_weights,
     group_gaps,
     groups_without,
-    pooled_depths,
+    pooled_group,
     slope,
 )
 from docs.results.analysis.differences import with_interval
@@ -29,22 +29,30 @@ from docs.results.analysis.interventions import COSTS
 
 # of the losses at other rates than the best one
 HIGHEST = 0.2
-# of the differences from vanilla, in both directions, and of their slopes
-FARTHEST, STEEPEST = 0.2, 0.13
+# of the differences from vanilla, in both directions
+FARTHEST = 0.2
 
 
 def draw_differences(study: Study, path: Path, stamp: str) -> None:
-    """Draw the difference of each mechanism from vanilla over the layers, a panel per group, with the group's mean."""
+    """Draw the difference of each mechanism from vanilla over the layers, a panel per group, with the group's mean.
+
+    Mechanisms with runs that may have failed have no intervals, and no part in the mean.
+    """
     figure, axes = subplots(2, 11.5, 5.2, sharey=True)
+    failing, looks = study.failing(), styles()
     for panel, (group, models) in zip(axes[0], GROUPS.items(), strict=True):
-        for number, (model, style) in enumerate(zip(models, styles(models), strict=True)):
-            gaps, shift = study.gaps(model), 1 + 0.035 * (number - (len(models) - 1) / 2)
-            look = {"color": style.colour, "marker": style.marker, "ls": style.dash, "lw": 1, "ms": 5, "capsize": 2}
-            draw_over_layers(panel, study, gaps, shift, model, look | {"alpha": 0.8})
-        look = {"color": "0.15", "marker": "", "lw": 2.6, "capsize": 4}
-        draw_over_layers(panel, study, group_gaps(study, models), 1.0, "mean of the group", look)
-        for label, others in without_failing(study, group).items():
-            draw_over_layers(panel, study, group_gaps(study, others), 1.0, label, look | {"ls": ":"})
+        for number, model in enumerate(models):
+            shift, style = 1 + 0.035 * (number - (len(models) - 1) / 2), looks[model]
+            look = {"color": style.colour, "marker": style.marker, "lw": 1, "ms": 5, "capsize": 2, "alpha": 0.8}
+            if model in failing:
+                means = [number.mean for number in pooled_group(study, [model])]
+                look.pop("capsize")
+                panel.plot([n * shift for n in study.layers], means, ls=":", label=f"{model} (failed)", **look)
+            else:
+                draw_over_layers(panel, study, [model], shift, model, look | {"ls": style.dash})
+        kept = [model for model in models if model not in failing]
+        label = "mean of the group" if len(kept) == len(models) else "mean without the failed"
+        draw_over_layers(panel, study, kept, 1.0, label, {"color": "0.15", "marker": "", "lw": 2.6, "capsize": 4})
         panel.axhline(0, color="0.3", lw=1.3)
         panel.set_xscale("log", base=2)
         panel.set_xticks(study.layers, [str(layers) for layers in study.layers])
@@ -55,19 +63,12 @@ def draw_differences(study: Study, path: Path, stamp: str) -> None:
     axes[0, 0].set_ylabel("validation loss - vanilla's, nats per token")
     axes[0, 0].set_ylim(-FARTHEST, FARTHEST)
     legend_below(figure, axes.flat)
-    groups = {f"mean of {group} reads": models for group, models in GROUPS.items()}
     means = {
-        f"{label} with {layers} layers": number.mean
-        for label, models in ({model: [model] for model in (*LEARNED, *STATIC)} | groups).items()
-        for layers, number in zip(study.layers, pooled_depths(study, group_gaps(study, models)), strict=True)
+        f"{model} with {layers} layers": number.mean
+        for model in (*LEARNED, *STATIC)
+        for layers, number in zip(study.layers, pooled_group(study, [model]), strict=True)
     }
     save(figure, path, f"{stamp}; below 0: better than vanilla; {BARS}{beyond(means, FARTHEST)}")
-
-
-def without_failing(study: Study, group: str) -> dict[str, Sequence[str]]:
-    """Return a group without the mechanisms that failed somewhere, by the label of its mean; empty if none did."""
-    failing = [model for model in study.failing() if model in GROUPS[group]]
-    return {f"mean without {', '.join(failing)}": groups_without(*failing)[group]} if failing else {}
 
 
 def beyond(numbers: Mapping[str, float], limit: float) -> str:
@@ -76,38 +77,45 @@ def beyond(numbers: Mapping[str, float], limit: float) -> str:
     return f"\nbeyond the picture: {', '.join(far)}" if far else ""
 
 
-def draw_over_layers(panel: Any, study: Study, gaps: Gaps, shift: float, label: str, look: Mapping[str, Any]) -> None:
-    """Draw the mean of gaps over seeds at each number of layers, with intervals. shift: factor of the places."""
-    numbers = [with_interval(number) for number in pooled_depths(study, gaps)]
+def draw_over_layers(
+    panel: Any, study: Study, models: Sequence[str], shift: float, label: str, look: Mapping[str, Any]
+) -> None:
+    """Draw the mean gap of some mechanisms at each number of layers, with intervals. shift: factor of the places."""
+    numbers = [with_interval(number) for number in pooled_group(study, models)]
     arms = [[arm for number in numbers for arm in number.arms[side]] for side in (0, 1)]
     panel.errorbar([n * shift for n in study.layers], [n.mean for n in numbers], arms, label=label, **look)
 
 
 def draw_slopes(study: Study, path: Path, stamp: str) -> None:
-    """Draw the slope of each mechanism and of the two groups, in vanilla's shape and at equal parameters."""
+    """Draw the slope of each mechanism and of the two groups, in vanilla's shape and at equal parameters.
+
+    Without mechanisms with runs that may have failed, and those whose slopes are beyond the picture.
+    """
     rows: dict[str, Sequence[str]] = {}
-    for group, members in GROUPS.items():
+    failing, looks = study.failing(), styles()
+    for group, members in groups_without(*failing).items():
         rows |= {model: [model] for model in members}
-        rows |= {f"{group}: {mean}": some for mean, some in ({"mean": members} | without_failing(study, group)).items()}
-    figure, axes = subplots(1, 8.4, 6.2)
-    panel, slopes = axes[0, 0], dict[str, float]()
+        rows[f"mean of {group} reads"] = members
+    figure, axes = subplots(1, 8.4, 6.0)
+    panel = axes[0, 0]
     for equal, offset, fill in ((False, -0.16, "full"), (True, 0.16, "none")):
         label = f"minus vanilla{EQUAL if equal else ''}"
         for place, (name, models) in enumerate(rows.items()):
-            number, of_group = slope(group_gaps(study, models, equal)), len(models) > 1
-            slopes[f"{name}, {label}"] = number.mean
-            look = {"color": "0.15" if of_group else colour_of(name), "fillstyle": fill, "ms": 8 if of_group else 6}
+            luck = study.luck_of(equal_weights(models), equal)
+            number, of_group = slope(group_gaps(study, models, equal), luck=luck), len(models) > 1
+            look = {"color": "0.15" if of_group else looks[name].colour, "fillstyle": fill, "ms": 8 if of_group else 6}
             marker = "D" if of_group else "o"
             panel.errorbar([number.mean], [place + offset], None, number.arms, marker=marker, capsize=3, **look)
         panel.plot([], [], "o", ls="", color="0.3", fillstyle=fill, label=label)
     panel.axvline(0, color="0.3", lw=1.3)
-    panel.set_xlim(-STEEPEST, STEEPEST)
     panel.set_yticks(range(len(rows)), [*rows])
     panel.invert_yaxis()
     panel.set_xlabel("change of the difference from vanilla per doubling of the depth, nats per token")
     legend_below(figure, [panel])
     grid(panel)
-    save(figure, path, f"{stamp}; below 0: gains with depth; {BARS}{beyond(slopes, STEEPEST)}")
+    gone = ", ".join(f"{model} ({slope(study.gaps(model)).mean:+.2f})" for model in failing)
+    left_out = f"\nwithout mechanisms that failed at a depth: {gone}" if failing else ""
+    save(figure, path, f"{stamp}; below 0: gains with depth; {BARS}{left_out}")
 
 
 def draw_choices(sweep: Sweep, path: Path) -> None:
@@ -145,8 +153,9 @@ def draw_interventions(results: Mapping[str, Sequence[Mapping[str, Any]]], path:
         name: {"marker": "x" if name == "means" else "o", "ms": 4 + 1.5 * number, "fillstyle": "none"}
         for number, name in enumerate(COSTS)
     }
+    colours = styles()
     for place, (model, lines) in enumerate(results.items()):
-        colour = colour_of(model)
+        colour = colours[model].colour
         ranks = [line["rank"] for line in lines if line.get("rank") is not None]
         if ranks:
             axes[0, 0].plot(ranks, [place] * len(ranks), "o", color=colour, alpha=0.5)
@@ -175,11 +184,8 @@ def draw_interventions(results: Mapping[str, Sequence[Mapping[str, Any]]], path:
     save(figure, path, f"{stamp}; {note}")
 
 
-def styles(models: Sequence[str]) -> list[Any]:
-    """Return the style of each mechanism of a panel."""
-    return style_of([mechanism_of(Point([], {"model": model})) for model in models])
-
-
-def colour_of(model: str) -> str:
-    """Return the colour of a mechanism."""
-    return mechanism_of(Point([], {"model": model})).colour
+def styles() -> dict[str, Style]:
+    """Return the style of each mechanism of the study, of which no two have the same colour."""
+    models = (*LEARNED, *STATIC)
+    mechanisms = [mechanism_of(Point([], {"model": model})) for model in models]
+    return dict(zip(models, style_of(mechanisms), strict=True))

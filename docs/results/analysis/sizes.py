@@ -1,6 +1,8 @@
 """Tables of a study of sizes: shapes, costs, losses, differences, and what vanilla needs for the same loss."""
 
 from dataclasses import replace
+from itertools import groupby
+from statistics import geometric_mean
 
 from depthlm.accounting.cost import count_parameters
 from depthlm.build import build_model
@@ -35,7 +37,9 @@ def with_depth(sizes: Sweep, depth: Sweep) -> Sweep:
         if row.parts["task"] == "12 layers":
             pairs.append((_of_size(row, "nano_330k"), config))
     pairs.sort(key=lambda pair: run_steps(pair[1]))
-    return replace(sizes, rows=[row for row, _ in pairs], configs=[config for _, config in pairs])
+    chose = [_of_size(row, "nano_330k") for row in depth.selection if row.parts["task"] == "12 layers"]
+    rows, configs = ([pair[place] for pair in pairs] for place in (0, 1))
+    return replace(sizes, rows=rows, configs=configs, selection=[*sizes.selection, *chose])
 
 
 def depths_as_sizes(depth: Sweep) -> Sweep:
@@ -118,13 +122,22 @@ def against_vanilla(sweep: Sweep) -> Table:
 
 
 def needs(sweep: Sweep) -> Table:
-    """Return what vanilla needs for the losses of the others, by parameters, compute and training time."""
-    table = []
-    for entry in savings(sweep, curves(sweep, VIEWS_WITH_TIME)):
-        row = entry.size.row
-        table.append(
-            cells([f"{row.settings['model']}, {row.settings['size']}", *map(needed_text, entry.needs.values())])
+    """Return what vanilla needs for the losses of the others, by parameters, compute and training time.
+
+    The last line of a mechanism has the geometric means over all sizes, also those whose factors are not shown.
+    """
+    table, saved = [], savings(sweep, curves(sweep, VIEWS_WITH_TIME))
+    for model, entries in groupby(saved, lambda entry: entry.size.row.settings["model"]):
+        each = list(entries)
+        for entry in each:
+            table.append(
+                cells([f"{model}, {entry.size.row.settings['size']}", *map(needed_text, entry.needs.values())])
+            )
+        factors = ([entry.needs[view] for entry in each] for view in VIEWS_WITH_TIME)
+        means = (
+            number_text(geometric_mean(need.factor for need in needs), 2) if all(needs) else DASH for needs in factors
         )
+        table.append(cells([f"{model}, mean", *means]))
     return Table(["vanilla needs", *(NEEDS[view] for view in VIEWS_WITH_TIME)], table)
 
 

@@ -26,7 +26,7 @@ def read_rows() -> list[Row]:
 
 def blocks(rows: Sequence[Row]) -> dict[str, str]:
     """Return the tables of the page, as Markdown, by the names of their blocks."""
-    return {"coordinates": markdown(coordinates()), "rates": markdown(rates(rows))}
+    return {"coordinates": markdown(coordinates()), "rates_over_shapes": markdown(rates(rows))}
 
 
 def draw_all(rows: Sequence[Row], folder: Path) -> None:

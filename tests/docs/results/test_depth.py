@@ -2,14 +2,15 @@
 
 import hashlib
 import itertools
+import json
 import math
-from pathlib import Path
+from statistics import fmean, stdev
 
 import numpy as np
 import pytest
 
 from docs.results.analysis import depth
-from docs.results.analysis.archive import RESULTS
+from docs.results.analysis.archive import ARCHIVE, RESULTS, sweep_of
 from docs.results.analysis.depth import Study, slope
 
 LAYERS, SEEDS = (6, 12, 24, 48), ("1", "2", "3")
@@ -31,12 +32,18 @@ def made_up(gain: float = 0.0, **offsets: float) -> Study:
     for layers in LAYERS:
         losses["vanilla, wider", layers] = {seed: 0.9 * loss for seed, loss in losses["vanilla", layers].items()}
         parameters["vanilla, wider", layers] = 2000
-    return Study(losses, parameters)
+    return Study(losses, parameters, dict.fromkeys(losses, 0.0))
 
 
-def test_the_question_does_not_change_with_the_results():
-    text = Path(RESULTS / "question.md").read_bytes()
-    assert hashlib.sha256(text).hexdigest() == "f86251e70854e13c61b0aeb8ddac4bab1da994e5e81c88f0efc354affab79141"
+@pytest.mark.parametrize(
+    ("name", "digest"),
+    [
+        ("question", "f86251e70854e13c61b0aeb8ddac4bab1da994e5e81c88f0efc354affab79141"),
+        ("question_completep", "5ab3f0ebbfd486304da244ca50a34856fb9c45ab71b03c08653d17bf89c9c61d"),
+    ],
+)
+def test_the_questions_do_not_change_with_the_results(name, digest):
+    assert hashlib.sha256((RESULTS / f"{name}.md").read_bytes()).hexdigest() == digest
 
 
 def test_a_slope_is_the_change_per_doubling_with_its_interval():
@@ -59,3 +66,40 @@ def test_the_answers_find_a_gain_of_learned_reads_and_none_without_it():
     assert [cell.bold for cell in shape] == [False, True, False, True, True, False, True]
     assert [cell.bold for cell in means] == [False, True, False, True, False, False, False]
     assert not any(cell.bold for row in depth.answers(made_up()).rows for cell in row)
+
+
+def recorded(model: str) -> dict[tuple[int, int], dict[float, dict[int, float]]]:
+    """The losses of a mechanism in the committed records, by layers and width of the MLP, then by rate and seed."""
+    losses: dict[tuple[int, int], dict[float, dict[int, float]]] = {}
+    for line in map(json.loads, (ARCHIVE / "depth.jsonl").read_text().splitlines()):
+        if "settings" in line and line["settings"]["model.name"] == model:
+            settings = line["settings"]
+            shape = settings["size.num_layers"], settings["size.intermediate_size"]
+            by_seed = losses.setdefault(shape, {}).setdefault(settings["optimizer.lr"], {})
+            by_seed[settings.get("seed", 1)] = line["summary"]["validation_loss"]
+    return losses
+
+
+@pytest.mark.parametrize("model", ["attention_residuals", "dca", "depth_attention"])
+def test_the_intervals_of_the_page_are_those_of_a_bootstrap_over_the_records(model):
+    rng, draws, shapes = np.random.default_rng(1), 20_000, [(6, 153), (12, 128), (24, 87), (48, 67)]
+    x = np.log2([6, 12, 24, 48])
+    gaps, luck = dict[tuple[int, str], float](), np.zeros((4, draws))
+    for name, sign in ((model, 1), ("vanilla", -1)):
+        every = recorded(name)
+        reports = [by_seed for rates in every.values() for by_seed in rates.values() if 1 in by_seed]
+        error = math.sqrt(fmean(stdev(by_seed[seed] for seed in (1, 2, 3)) ** 2 for by_seed in reports))
+        for place, shape in enumerate(shapes):
+            chosen = next(by_seed for by_seed in every[shape].values() if 1 in by_seed)
+            for seed in (1, 2, 3):
+                gaps[shape[0], str(seed)] = gaps.get((shape[0], str(seed)), 0.0) + sign * chosen[seed]
+            first = np.array([by_seed[11] for by_seed in every[shape].values()])
+            luck[place] += sign * first[rng.normal(first, error, (draws, len(first))).argmin(1)]
+    chance = np.std(((x - x.mean()) / ((x - x.mean()) ** 2).sum()) @ luck)
+    exact = slope(gaps)
+    half = math.hypot((exact.high - exact.low) / 2, 1.96 * chance)
+    study = depth.study_of(sweep_of("depth"))
+    ours = slope(study.gaps(model), luck=study.luck_of({model: 1}))
+    assert (ours.mean, ours.low, ours.high) == pytest.approx(
+        (exact.mean, exact.mean - half, exact.mean + half), abs=3e-4
+    )

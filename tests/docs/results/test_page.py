@@ -25,9 +25,11 @@ def records() -> page.Records:
 
 
 @pytest.mark.slow
-def test_the_tables_of_the_page_are_those_of_the_records(records):
-    text = page.PAGE.read_text()
-    assert page.with_blocks(text, page.blocks(records)) == text, "run `python docs/results/analysis/page.py`"
+def test_the_tables_of_the_pages_are_those_of_the_records(records):
+    tables = page.blocks(records)
+    for path in page.PAGES:
+        text = path.read_text()
+        assert page.with_blocks(text, tables) == text, "run `python docs/results/analysis/page.py`"
 
 
 def test_the_tables_on_transfer_are_those_of_the_records(monkeypatch):
