@@ -20,7 +20,7 @@ from depthlm.report.sweep import Sweep
 from depthlm.report.tables import Table, cells, markdown, number_text, signed_text
 from depthlm.runs.records import WAITING
 from depthlm.sweeps import Point
-from docs.results.analysis import depth, transfer
+from docs.results.analysis import completep, depth, transfer
 from docs.results.analysis.archive import RESULTS, lines_of, points_of, sweep_of
 from docs.results.analysis.differences import row_of, with_deviation
 from docs.results.analysis.interventions import COSTS
@@ -47,12 +47,13 @@ Results = Mapping[str, Sequence[Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class Records:
-    """What the page shows. first: the study of sizes with one rate for all."""
+    """What the page shows. first: the study of sizes with one rate for all. completep: may lack runs."""
 
     depth: Sweep
     sizes: Sweep
     first: Sweep
     interventions: Results
+    completep: Sweep
 
 
 def read_records() -> Records:
@@ -64,7 +65,7 @@ def read_records() -> Records:
             f"{format_count(missing, 'run')} without a record; python docs/results/analysis/archive.py --missing "
             "prints their overrides"
         )
-    return Records(*sweeps, interventions())
+    return Records(*sweeps, interventions(), sweep_of("completep"))
 
 
 def main() -> None:
@@ -100,6 +101,7 @@ def blocks(records: Records) -> dict[str, str]:
     """Return the tables of the page, as Markdown, by the names of their blocks."""
     study, own = depth.study_of(records.depth), with_depth(records.sizes, records.depth)
     sizes = at_every_size(own)
+    rescaled = completep.study_of(records.completep)
     tables = {
         "spent": spent(records),
         "answers": depth.answers(study),
@@ -120,6 +122,8 @@ def blocks(records: Records) -> dict[str, str]:
         "vanilla": depth.vanilla_losses(study),
         "shapes": shapes(records.depth, "task"),
         "shapes_of_sizes": shapes(sizes),
+        "completep": completep.results(rescaled),
+        "completep_places": completep.places(rescaled),
     }
     return {"points": commands(records)} | {name: markdown(table) for name, table in tables.items()}
 

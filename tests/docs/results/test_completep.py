@@ -1,0 +1,67 @@
+"""The analysis of the study of CompleteP, on made-up losses whose answers are known."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from depthlm.report.rows import Measured
+from docs.results.analysis import completep
+from docs.results.analysis.completep import LABELS, LAYERS, MECHANISMS, SEEDS, Study, chance_of, holm
+
+
+def made_up(gains: dict[str, tuple[float, float]], noise: float = 0.004, luck: float = 0.0) -> Study:
+    """Losses of vanilla with twelve seeds, and of mechanisms with their gains in both parametrizations."""
+    rng, losses = np.random.default_rng(1), {}
+    for label, layers in itertools.product(LABELS, LAYERS):
+        losses["vanilla", label, layers] = {str(seed): 3.5 + rng.normal(0, noise) for seed in range(1, 13)}
+        for model, by_label in gains.items():
+            gain = by_label[LABELS.index(label)]
+            vanilla = losses["vanilla", label, layers]
+            losses[model, label, layers] = {seed: vanilla[seed] - gain + rng.normal(0, noise) for seed in SEEDS}
+    return Study(losses, dict.fromkeys(losses, luck), dict.fromkeys(losses, "0.012"))
+
+
+def test_the_answers_are_repair_additive_synergy_and_what_else_may_be_said():
+    gains = dict(zip(MECHANISMS, [(0.1, 0.01), (0.1, 0.08), (0.05, 0.1), (0.0, -0.06)], strict=True))
+    *rows, control = completep.results(made_up(gains)).rows
+    assert [row[-1].text for row in rows] == ["repair", "additive", "synergy", "CompleteP makes it larger"]
+    # the change of the second is shown too, that of the control is not
+    assert [row[3].bold for row in (*rows, control)] == [True, True, True, True, False]
+    assert rows[-1][-2].text == "–"
+
+
+def test_missing_runs_are_dashes_and_nothing_is_answered_before_the_control():
+    study = made_up({"value_residual": (0.1, 0.01)})
+    del study.losses["vanilla", "standard", 24]
+    assert {cell.text for row in completep.results(study).rows for cell in row[1:]} == {"–"}
+    places = completep.places(study).rows
+    assert places[0][2].text == "–"
+    assert places[0][1].text.startswith("0.012, 3.5")
+
+
+def test_a_share_has_fiellers_interval():
+    arm = made_up({"value_residual": (0.1, 0.05)}, noise=0.02, luck=0.01).compare("value_residual")
+    share, low, high = arm.share
+    assert low < share < high
+    assert share == pytest.approx(arm.gap("CompleteP").mean / arm.gap("standard").mean)
+    for end in (low, high):
+        # at the ends, the difference of the two may be just 0
+        gaps = np.subtract(arm.gaps["CompleteP"], np.multiply(end, arm.gaps["standard"]))
+        luck = math.hypot(arm.luck["CompleteP"], end * arm.luck["standard"])
+        number = Measured(gaps.mean(), gaps.std(ddof=1), 6, luck=luck)
+        assert abs(number.mean) == pytest.approx(number.interval)
+
+
+def test_a_chance_is_that_of_the_interval_that_ends_at_zero():
+    number = Measured(0.03, 0.02, 6, luck=0.005)
+    assert number.half_width(1 - chance_of(number)) == pytest.approx(0.03)
+    # Student's t of five degrees of freedom at 2.571 is the two-sided 5%
+    assert chance_of(Measured(2.5706 / math.sqrt(6), 1.0, 6)) == pytest.approx(0.05, rel=1e-3)
+
+
+def test_holm_stops_at_the_first_comparison_that_is_not_shown():
+    # the limits are 0.0125, 0.0167, 0.025 and 0.05
+    assert holm({"a": 0.001, "b": 0.03, "c": 0.04, "d": 0.016}) == {"a", "d"}
+    assert holm({"a": 0.001, "b": 0.02, "c": 0.04, "d": 0.016}) == {"a", "b", "c", "d"}
