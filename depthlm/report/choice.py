@@ -26,8 +26,8 @@ from depthlm.sweeps.best import (
 LEGEND = (
     "Below and above: the neighbours of the chosen value in the grid, with their differences from it between runs with "
     "the same seed. In brackets: the 95% interval over the seeds that choose, by Student's t; the variance is pooled "
-    "over the neighbours of a row's group. Where it contains 0, the seeds do not separate the two values, and the "
-    "intervals of all differences from the baseline are wider by the luck of this choice."
+    "over the neighbours of a row's group. Where it contains 0, the seeds do not separate the two values. The luck of "
+    "a choice is part of the intervals of the differences of its row from others."
 )
 
 NOTE = (

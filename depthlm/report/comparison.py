@@ -128,11 +128,10 @@ def differences_from_baseline(sweep: Sweep) -> list[str]:
     table = markdown(Table(head, rows, f"{title_of(name, column)}, against {references_text(differences)}"))
     if column.metric in FACTS or all(entry.ours is None or entry.ours.interval is None for entry in differences):
         return [table]
-    luck = ", and the luck of the choices is added by squares" if any(sweep.luck.values()) else ""
     return [
         table,
         "In brackets: the 95% interval over seeds, by Student's t, of the differences between runs with the same seed; "
-        f"their variance is pooled over the rows of a series{luck}.",
+        f"their variance is pooled over the rows of a series{sweep.luck_text}.",
     ]
 
 

@@ -236,6 +236,11 @@ class Sweep:
                 numbers[row.label] = measured and replace(measured, luck=self.luck[row.label])
         return numbers
 
+    @property
+    def luck_text(self) -> str:
+        """What the intervals of this sweep contain beside the deviation over seeds; empty if nothing was chosen."""
+        return ", with the luck of the choices" if any(self.luck.values()) else ""
+
     @cached_property
     def luck(self) -> dict[str, float]:
         """The standard deviation that the choice of a value adds to the first column of each row, by its label."""

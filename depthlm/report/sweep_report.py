@@ -18,7 +18,7 @@ from depthlm.runs.records import COMPLETE
 LEGEND = (
     "Loss: mean over the complete seeds. Difference: between runs with the same seed and otherwise the same settings. "
     "In brackets: their 95% intervals, by Student's t. The variance between seeds is pooled: of losses over the rows "
-    "of one task, such as a size, of differences over those of one mechanism. Bold: the best of a task, "
+    "of one task, such as a size, of differences over those of one mechanism{luck}. Bold: the best of a task, "
     "where the intervals of its differences from all others exclude 0."
 )
 
@@ -32,7 +32,13 @@ def sweep_report(
     """
     results = results_table(sweep)
     parts = ["# Runs", *(f"**{warning}**" for warning in warnings(sweep)), f"{state_line(sweep.runs)}."]
-    parts += [*choice_state(sweep), *result_notes(sweep), *notes, markdown(results), LEGEND]
+    parts += [
+        *choice_state(sweep),
+        *result_notes(sweep),
+        *notes,
+        markdown(results),
+        LEGEND.format(luck=sweep.luck_text),
+    ]
     parts += [*choice_parts(sweep, folder), *cost_parts(sweep, folder)]
     parts += [markdown(table) for table in settings]
     name = "loss_curves.png"

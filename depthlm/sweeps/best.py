@@ -292,7 +292,10 @@ def _mistakes(groups: Sequence[Sequence[Point]], experiment: Experiment) -> list
     several = [point for members in groups if len({*map(value_of, members)}) > 1 for point in members]
     reporting = {point.seed or point.default_seed for point in several}
     for seed in sorted({*map(str, experiment.selection_seeds)} & reporting):
-        errors.append(f"experiment.selection_seeds: {seed} is also a seed that reports; runs that choose need others")
+        errors.append(
+            f"experiment.selection_seeds: {seed} is also a seed that reports; runs that choose need others, as in "
+            "experiment.selection_seeds=[101,102]"
+        )
     if any(point.follows for point in points):
         errors.append(f"{given}: not with points that start from another point, as in init_from=@label")
     return errors

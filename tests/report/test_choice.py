@@ -73,7 +73,7 @@ def test_the_luck_of_a_close_choice_is_in_the_interval_of_a_difference():
     assert expected["vanilla"] > 0.002
     (entry,) = sweep.differences()
     assert entry.ours.luck == pytest.approx(math.hypot(*expected.values()))
-    assert "wider by the luck of this choice" in report([*SWEEP, "to=report"]).read_text()
+    assert "over those of one mechanism, with the luck of the choices" in report([*SWEEP, "to=report"]).read_text()
 
 
 def test_a_report_has_the_choice_its_cost_and_a_picture_or_says_which_groups_have_not_chosen(capsys):

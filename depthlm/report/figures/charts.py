@@ -97,7 +97,7 @@ def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
     save(figure, path, sweep.stamp(beside_paper=with_paper), sweep.experiment.title)
     if all(bar.ours is None or bar.ours.interval is None for bar in bars):
         return []
-    return ["Error bars: 95% intervals over seeds, of differences paired by seed."]
+    return [f"Error bars: 95% intervals over seeds, of differences paired by seed{sweep.luck_text}."]
 
 
 def draw_lines(
@@ -133,7 +133,7 @@ def draw_lines(
 def _notes(sweep: Sweep, ours: Sequence[Line], papers: Sequence[Line]) -> list[str]:
     notes = ["Hollow markers: the paper's numbers."] if papers else []
     if any(mark.interval is not None for line in ours for mark in line.marks):
-        notes.append("Error bars: 95% intervals over seeds.")
+        notes.append(f"Error bars: 95% intervals over seeds{sweep.luck_text}.")
     notes.append("Lines are broken where a number is missing.")
     printed = [row for row in sweep.rows if paper(row, sweep.first[0]) is not None]
     unplaced = sum(math.isnan(_mark(sweep, row, hollow=True).y) for row in printed)

@@ -3,22 +3,24 @@
 docs/results/question_completep.md defines the differences, their intervals and what they answer.
 """
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, stdev
 
 import numpy as np
 from scipy.optimize import brentq
 
-from depthlm.report.rows import Measured, by_seed, normal_quantile, student_t
+from depthlm.report.rows import Measured, by_seed, normal_quantile, over_seeds, student_t
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Cell, Table, cells, number_text
+from docs.results.analysis.depth import LARGEST_DEVIATION
 from docs.results.analysis.differences import difference_cell, with_deviation, with_interval
 
 LABELS, LAYERS = ("standard", "CompleteP"), (12, 24)
-MECHANISMS = ("attention_residuals", "value_residual", "attention_residuals_inkling2", "mhc_hunyuan_v4")
-SEEDS = [str(seed) for seed in range(1, 7)]
+MECHANISMS = ("attention_residuals", "value_residual", "dca", "mhc_hunyuan_v4")
+SEEDS = tuple(str(seed) for seed in range(1, 7))
 # vanilla's seeds that stand for a mechanism, by the seed with which each is paired
 CONTROL = {str(seed): str(seed + 6) for seed in range(1, 7)}
 # a mechanism, a parametrization and a number of layers
@@ -63,16 +65,20 @@ class Arm:
 
 @dataclass(frozen=True)
 class Study:
-    """The reported losses by seed, the luck and the chosen rate of each place whose runs are complete."""
+    """The cells of the study whose runs are complete: losses by seed, luck of the choice and rate.
+
+    diverged: those with a run that diverged, which have no mean.
+    """
 
     losses: Mapping[Place, Mapping[str, float]]
     luck: Mapping[Place, float]
     rates: Mapping[Place, str]
+    diverged: Collection[Place] = ()
 
-    def arm(self, model: str, label: str) -> tuple[list[float], float] | None:
+    def arm(self, model: str, label: str, layers: Sequence[int]) -> tuple[list[float], float] | None:
         """Return the gaps of a mechanism, or of the control, by seed, with their luck; None while runs are missing."""
         control = model == "control"
-        pairs = [(("vanilla" if control else model, label, n), ("vanilla", label, n)) for n in LAYERS]
+        pairs = [(("vanilla" if control else model, label, n), ("vanilla", label, n)) for n in layers]
         if not all(place in self.losses for pair in pairs for place in pair):
             return None
         gaps = [
@@ -83,88 +89,116 @@ class Study:
         luck = 0.0 if control else math.hypot(*(self.luck[place] for pair in pairs for place in pair)) / len(pairs)
         return gaps, luck
 
-    def compare(self, model: str) -> Arm | None:
+    def compare(self, model: str, layers: Sequence[int] = LAYERS) -> Arm | None:
         """Return the differences of a mechanism, or of the control; None while runs are missing."""
-        known = {label: found for label in LABELS if (found := self.arm(model, label)) is not None}
+        known = {label: found for label in LABELS if (found := self.arm(model, label, layers)) is not None}
         if len(known) < len(LABELS):
             return None
-        return Arm(
-            {label: gaps for label, (gaps, _) in known.items()}, {label: luck for label, (_, luck) in known.items()}
-        )
+        gaps, luck = ({label: found[part] for label, found in known.items()} for part in (0, 1))
+        return Arm(gaps, luck)
+
+    def stable_layers(self, model: str) -> list[int]:
+        """Return the numbers of layers at which the seeds of a mechanism and of vanilla do not differ much."""
+        places = {n: [(name, label, n) for name in ("vanilla", model) for label in LABELS] for n in LAYERS}
+        return [n for n in LAYERS if all(stdev(self.losses[p].values()) <= LARGEST_DEVIATION for p in places[n])]
 
 
 def study_of(sweep: Sweep) -> Study:
-    """Return the complete places of the sweep."""
-    losses, luck, rates = {}, {}, {}
+    """Return the cells of the sweep whose runs are complete."""
+    losses, luck, rates, diverged = {}, {}, {}, []
     for row in sweep.rows:
-        place = row.settings["model"], row.parts["label"], int(row.settings["size.num_layers"])
+        label = "standard" if row.settings["parametrization"] == "standard" else "CompleteP"
+        place = row.settings["model"], label, int(row.settings["size.num_layers"])
         known = by_seed(row, sweep.first[1])
-        if len(known) == len(row.runs):
+        if any(run.diverged for run in row.runs):
+            diverged.append(place)
+        elif len(known) == len(row.runs):
             losses[place], luck[place] = known, sweep.luck[row.label]
             rates[place] = row.settings["optimizer.lr"]
-    return Study(losses, luck, rates)
+    return Study(losses, luck, rates, diverged)
 
 
 def chance_of(number: Measured) -> float:
     """Return the p-value of a number: the level of its widest interval without 0 is one minus it."""
-    if abs(number.mean) <= (number.half_width(1e-9) or 0.0):
-        return 1.0
-    return 1 - brentq(lambda level: (number.half_width(level) or 0.0) - abs(number.mean), 1e-9, 1 - 1e-12)
+    ends = 1e-9, 1 - 1e-12
+    low, high = (abs(number.mean) - (number.half_width(level) or 0.0) for level in ends)
+    if low <= 0 or high >= 0:
+        return 1.0 if low <= 0 else 0.0
+    return 1 - brentq(lambda level: (number.half_width(level) or 0.0) - abs(number.mean), *ends)
 
 
-def holm(chances: Mapping[str, float], level: float = 0.05) -> set[str]:
-    """Return the comparisons whose difference is shown by Holm's procedure."""
+def holm(chances: Mapping[str, float]) -> set[str]:
+    """Return the comparisons whose difference is shown by Holm's procedure at a level of 0.05."""
     shown = set()
     for rank, name in enumerate(sorted(chances, key=lambda name: chances[name])):
-        if chances[name] > level / (len(chances) - rank):
+        if chances[name] > 0.05 / (len(chances) - rank):
             break
         shown.add(name)
     return shown
 
 
-def answer(arm: Arm, shown: bool, control_holds: bool) -> str:
-    """Return what a mechanism's numbers answer. shown: its I is. control_holds: the control's may be 0."""
-    if not control_holds:
-        return "no answer: the control differs"
+def answer(arm: Arm, shown: bool) -> str:
+    """Return what the numbers of a mechanism answer. shown: its interaction, after Holm's correction."""
     if (share := arm.share) is not None:
         _, low, high = share
         return "repair" if high < 0.5 else "synergy" if low > 1 else "additive" if low > 0.5 else "not shown"
-    return "not shown" if not shown else f"CompleteP makes it {'larger' if arm.interaction.mean > 0 else 'smaller'}"
+    direction = "larger" if arm.interaction.mean > 0 else "smaller"
+    return f"CompleteP makes the difference {direction}" if shown else "not shown"
 
 
 def results(study: Study) -> Table:
-    """Return the answer for each mechanism, dashes where runs are missing; bold: also after Holm's correction."""
+    """Return the answer for each mechanism, dashes where runs are missing; bold: also after Holm's correction.
+
+    Where the seeds of a depth differ much, a second line is without it.
+    """
     arms = {name: study.compare(name) for name in (*MECHANISMS, "control")}
-    chances = {name: chance_of(arm.interaction) for name, arm in arms.items() if arm is not None and name != "control"}
-    # a mechanism whose runs are missing counts as a comparison
-    shown = holm(dict.fromkeys(MECHANISMS, 1.0) | chances)
     control = arms["control"]
     holds = control is not None and abs(control.interaction.mean) <= (control.interaction.interval or 0.0)
-    table = []
-    for name, arm in arms.items():
-        if arm is None:
-            table.append(cells([name, *[DASH] * 5]))
-            continue
-        gaps = [Cell(difference_cell(with_interval(arm.gap(label))).text) for label in LABELS]
-        interaction = Cell(difference_cell(with_interval(arm.interaction)).text, name in shown)
-        share, said = DASH, "" if name == "control" else answer(arm, name in shown, holds)
-        if name != "control" and arm.share is not None:
-            share = "{} [{}, {}]".format(*(number_text(value, 2) for value in arm.share))
-        table.append([Cell(name), *gaps, interaction, Cell(share), Cell(said)])
-    return Table(["minus vanilla, mean of the depths", *LABELS, "change", "share left", "answer"], table)
+    table = [_line(name, arm, holds, _shown(arms, holds)) for name, arm in arms.items()]
+    for name in MECHANISMS:
+        if arms[name] is not None and len(layers := study.stable_layers(name)) == 1:
+            others = arms | {name: study.compare(name, layers)}
+            table.append(_line(name, others[name], holds, _shown(others, holds), f", {layers[0]} layers alone"))
+    return Table(["minus vanilla, mean of the depths", *LABELS, "I", "R", "answer"], table)
+
+
+def _shown(arms: Mapping[str, Arm | None], holds: bool) -> set[str]:
+    """Return the mechanisms whose interaction is shown; one whose runs are missing counts as a comparison."""
+    chances = {name: 1.0 if (arm := arms[name]) is None else chance_of(arm.interaction) for name in MECHANISMS}
+    return holm(chances) if holds else set()
+
+
+def _line(name: str, arm: Arm | None, holds: bool, shown: set[str], note: str = "") -> list[Cell]:
+    if arm is None:
+        return cells([name, *[DASH] * 5])
+    numbers = [with_interval(number) for number in (*map(arm.gap, LABELS), arm.interaction)]
+    numbers = [replace(number, strict=place == 2 and name in shown) for place, number in enumerate(numbers)]
+    share, said = DASH, ""
+    if name != "control":
+        share = DASH if arm.share is None else "{} [{}, {}]".format(*(number_text(end, 2) for end in arm.share))
+        said = answer(arm, name in shown) if holds else "none: the control differs"
+    return [Cell(f"{name}{note}"), *map(difference_cell, numbers), *cells([share, said])]
 
 
 def places(study: Study) -> Table:
-    """Return the chosen rate and the loss of each mechanism, parametrization and depth."""
+    """Return the chosen rate, the loss and the difference of each mechanism, parametrization and depth.
+
+    Bold: the interval of the difference excludes 0.
+    """
     table = []
     for model in ("vanilla", *MECHANISMS):
-        keys = [(model, label, layers) for label in LABELS for layers in LAYERS]
-        texts = [
-            f"{float(study.rates[key]):g}, {with_deviation([*study.losses[key].values()])}"
-            if key in study.losses
-            else DASH
-            for key in keys
-        ]
-        table.append(cells([model, *texts]))
-    head = [f"{label}, {layers} layers" for label in LABELS for layers in LAYERS]
-    return Table(["rate, and the loss over the seeds", *head], table)
+        line = [Cell(model)]
+        for place in itertools.product([model], LABELS, LAYERS):
+            if place not in study.losses:
+                line.append(Cell("diverged" if place in study.diverged else DASH))
+                continue
+            text = f"{float(study.rates[place]):g}, {with_deviation([*study.losses[place].values()])}"
+            gap = None if model == "vanilla" else study.arm(*place[:2], [place[2]])
+            if gap is None:
+                line.append(Cell(text))
+                continue
+            shown = difference_cell(with_interval(replace(over_seeds(gap[0]), luck=gap[1])))
+            line.append(Cell(f"{text}, {shown.text}", shown.bold))
+        table.append(line)
+    head = [f"{label}, {layers} layers" for label, layers in itertools.product(LABELS, LAYERS)]
+    return Table(["rate, loss, minus vanilla", *head], table)

@@ -54,7 +54,7 @@ LARGEST_DEVIATION = 0.1
 Gaps = Mapping[tuple[int, str], float]
 # a mechanism, or a wider vanilla, and its number of layers
 Place = tuple[str, int]
-# of gaps whose scatter has the luck of the choices already
+# where no luck of a choice is added
 NO_LUCK: Mapping[int, float] = {}
 
 
@@ -283,11 +283,12 @@ def _answer_cells(
     over_means: bool = False,
 ) -> list[Cell]:
     gaps = [group_gaps(study, groups[name], equal, without) for name in ("learned", "static")]
-    # the scatter of the means about a line has the luck of their choices
+    # the scatter of the means about a line has the luck of their choices; where a line stands for depths left out, the
+    # weights of the other depths are not those of a slope
     luck: list[Mapping[int, float]] = [NO_LUCK] * 3
     if over_means:
         gaps = [means_of(each) for each in gaps]
-    else:
+    elif not without:
         learned, static = equal_weights(groups["learned"]), equal_weights(groups["static"])
         both = learned | {model: -weight for model, weight in static.items()}
         luck = [study.luck_of(weights, equal) for weights in (learned, static, both)]

@@ -54,9 +54,7 @@ def relative_differences(
     column = sweep.first[1]
     log_ratios = pool_deviations([difference(row, reference, column, math.log) for row, reference in pairs])
     losses = [measure_column(reference, column).mean for _, reference in pairs]
-    luck = [
-        math.hypot(*(sweep.luck[row.label] for row in pair)) / loss for pair, loss in zip(pairs, losses, strict=True)
-    ]
+    luck = [math.hypot(*(sweep.luck[row.label] / measure_column(row, column).mean for row in pair)) for pair in pairs]
     log_ratios = [replace(number, luck=chance) for number, chance in zip(log_ratios, luck, strict=True)]
     each = [
         with_interval(number, level, lambda log, loss=loss: loss * math.expm1(log))
@@ -64,7 +62,8 @@ def relative_differences(
     ]
     seeds = sum(number.count for number in log_ratios)
     mean = sum(number.count * number.mean for number in log_ratios) / seeds
-    overall = replace(log_ratios[0], mean=mean, count=seeds, luck=math.hypot(*luck) / len(luck))
+    chance = math.hypot(*(number.count * number.luck for number in log_ratios)) / seeds
+    overall = replace(log_ratios[0], mean=mean, count=seeds, luck=chance)
     return each, with_interval(overall, level, lambda log: 100 * math.expm1(log))
 
 

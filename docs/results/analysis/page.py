@@ -47,7 +47,7 @@ Results = Mapping[str, Sequence[Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class Records:
-    """What the page shows. first: the study of sizes with one rate for all. completep: may lack runs."""
+    """What the pages show. first: the study of sizes with one rate for all. completep: may lack runs."""
 
     depth: Sweep
     sizes: Sweep
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def draw_all(records: Records, folder: Path) -> None:
-    """Draw the pictures of the page into a folder."""
+    """Draw the pictures of the pages into a folder."""
     study, stamp = depth.study_of(records.depth), records.depth.stamp()
     draw_differences(study, folder / "depth.png", stamp)
     draw_slopes(study, folder / "slopes.png", stamp)
@@ -98,7 +98,7 @@ def with_blocks(text: str, content: Mapping[str, str]) -> str:
 
 
 def blocks(records: Records) -> dict[str, str]:
-    """Return the tables of the page, as Markdown, by the names of their blocks."""
+    """Return the tables of the pages, as Markdown, by the names of their blocks."""
     study, own = depth.study_of(records.depth), with_depth(records.sizes, records.depth)
     sizes = at_every_size(own)
     rescaled = completep.study_of(records.completep)
@@ -167,7 +167,7 @@ def interventions_table(results: Results) -> Table:
 
 
 def repeated(records: Records) -> list[tuple[Point, dict[str, Any]]]:
-    """Return the runs that the page repeats, with their lines: of each study, on its type of processor, a short one."""
+    """Return the runs that method.md repeats, with their lines: a short one of each study."""
     rows = {
         "sizes": row_of(records.sizes, model="vanilla", size="nano_60k"),
         "depth": row_of(records.depth, **{"model": "vanilla", "size.num_layers": "6"}),
@@ -177,7 +177,7 @@ def repeated(records: Records) -> list[tuple[Point, dict[str, Any]]]:
 
 
 def commands(records: Records) -> str:
-    """Return the commands of the runs that the page repeats, what each gives, and where that holds."""
+    """Return the commands of the runs that method.md repeats, what each gives, and where that holds."""
     texts = []
     for point, line in repeated(records):
         where = line["environment"]

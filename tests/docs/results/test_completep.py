@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from depthlm.report.rows import Measured
+from depthlm.sweeps.points import check_points
 from docs.results.analysis import completep
 from docs.results.analysis.completep import LABELS, LAYERS, MECHANISMS, SEEDS, Study, chance_of, holm
 
@@ -26,7 +27,7 @@ def made_up(gains: dict[str, tuple[float, float]], noise: float = 0.004, luck: f
 def test_the_answers_are_repair_additive_synergy_and_what_else_may_be_said():
     gains = dict(zip(MECHANISMS, [(0.1, 0.01), (0.1, 0.08), (0.05, 0.1), (0.0, -0.06)], strict=True))
     *rows, control = completep.results(made_up(gains)).rows
-    assert [row[-1].text for row in rows] == ["repair", "additive", "synergy", "CompleteP makes it larger"]
+    assert [row[-1].text for row in rows] == ["repair", "additive", "synergy", "CompleteP makes the difference larger"]
     # the change of the second is shown too, that of the control is not
     assert [row[3].bold for row in (*rows, control)] == [True, True, True, True, False]
     assert rows[-1][-2].text == "–"
@@ -39,6 +40,37 @@ def test_missing_runs_are_dashes_and_nothing_is_answered_before_the_control():
     places = completep.places(study).rows
     assert places[0][2].text == "–"
     assert places[0][1].text.startswith("0.012, 3.5")
+
+
+def test_nothing_is_answered_where_the_control_differs():
+    study = made_up(dict.fromkeys(MECHANISMS, (0.1, 0.01)))
+    for layers in LAYERS:
+        losses = study.losses["vanilla", "CompleteP", layers]
+        losses |= {seed: loss + 0.1 for seed, loss in losses.items() if seed not in SEEDS}
+    *rows, _ = completep.results(study).rows
+    assert {row[-1].text for row in rows} == {"none: the control differs"}
+    assert not any(row[3].bold for row in rows)
+
+
+def test_the_luck_of_all_eight_cells_is_in_the_interaction_and_none_in_the_control():
+    study = made_up({"dca": (0.1, 0.05)}, luck=0.01)
+    assert study.compare("dca").interaction.luck == pytest.approx(math.sqrt(8) * 0.01 / 2)
+    assert study.compare("control").interaction.luck == 0
+
+
+def test_a_depth_whose_seeds_differ_much_is_also_left_out():
+    study = made_up(dict.fromkeys(MECHANISMS, (0.1, 0.01)))
+    study.losses["dca", "standard", 24]["3"] += 1.0
+    *_, line = completep.results(study).rows
+    assert [line[0].text, line[-1].text] == ["dca, 12 layers alone", "repair"]
+
+
+def test_the_points_of_the_study_are_allowed_and_have_its_cells():
+    points = check_points(["experiment=depthlm/completep"])
+    found = {(p.settings["model"], p.settings["parametrization"], p.settings["size.num_layers"]) for p in points}
+    expected = itertools.product(("vanilla", *MECHANISMS), ("standard", "completep"), map(str, LAYERS))
+    assert found == set(expected)
+    assert {p.seed for p in points} == {"21", "22"}
 
 
 def test_a_share_has_fiellers_interval():
@@ -57,6 +89,7 @@ def test_a_share_has_fiellers_interval():
 def test_a_chance_is_that_of_the_interval_that_ends_at_zero():
     number = Measured(0.03, 0.02, 6, luck=0.005)
     assert number.half_width(1 - chance_of(number)) == pytest.approx(0.03)
+    assert chance_of(Measured(0.1, 5e-4, 6)) == 0
     # Student's t of five degrees of freedom at 2.571 is the two-sided 5%
     assert chance_of(Measured(2.5706 / math.sqrt(6), 1.0, 6)) == pytest.approx(0.05, rel=1e-3)
 

@@ -39,7 +39,7 @@ def made_up(gain: float = 0.0, **offsets: float) -> Study:
     ("name", "digest"),
     [
         ("question", "f86251e70854e13c61b0aeb8ddac4bab1da994e5e81c88f0efc354affab79141"),
-        ("question_completep", "5ab3f0ebbfd486304da244ca50a34856fb9c45ab71b03c08653d17bf89c9c61d"),
+        ("question_completep", "f40a5b932b8a687fd9eeddf7677eb479eff2b441f46d3e8386de203adb7675ff"),
     ],
 )
 def test_the_questions_do_not_change_with_the_results(name, digest):
