@@ -35,6 +35,8 @@ from depthlm.locations import CONF, PACKAGE
 from depthlm.run_directory import RunDirectory
 
 SIGNED = "# signed: "
+# keys without an effect on training, which configurations of runs may have
+IGNORED = {"tracker": ("trackio", "artifacts", "space")}
 # in trust=, besides the names of modules: take paths, addresses and services from the run
 RUN = "run"
 
@@ -118,6 +120,12 @@ def _of_this_version(saved: dict[str, Any]) -> dict[str, Any]:
 
     Runs without `precision.fp32_residual` had it under autocast; `experiment.best_over` was a list.
     """
+    saved = {
+        section: {key: v for key, v in value.items() if key not in IGNORED[section]}
+        if section in IGNORED and isinstance(value, dict)
+        else value
+        for section, value in saved.items()
+    }
     precision, sharding, experiment = (saved.get(key) for key in ("precision", "deepspeed", "experiment"))
     changed: dict[str, Any] = {}
     if isinstance(precision, dict) and isinstance(sharding, dict) and "fp32_residual" not in precision:

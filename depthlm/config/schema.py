@@ -257,18 +257,13 @@ class Tracker:
 
     wandb: bool = key(False, "record with Weights & Biases")
     tensorboard: bool = key(False, "write TensorBoard's event files to the run directory")
-    trackio: bool = key(False, "record with Trackio")
     mode: Literal["auto", "online", "offline"] = key(
         "auto", "W&B; auto: online if there is an API key, otherwise offline"
     )
-    project: str = key("depthlm", "project of W&B and Trackio")
+    project: str = key("depthlm", "project of W&B")
     entity: str | None = key(None, "W&B team or user; null: the default of the API key")
-    group: str | None = key(None, "group of the run in W&B and Trackio; null: the name of its experiment")
+    group: str | None = key(None, "group of the run in W&B; null: the name of its experiment")
     tags: list[str] = key([], "W&B tags, besides the mechanism, the size and the data")
-    artifacts: Literal["none", "last", "all"] = key(
-        "none", "W&B artifacts; last: weights and loss curve of the complete run, all: also each checkpoint's weights"
-    )
-    space: str | None = key(None, "Hugging Face Space that shows Trackio's runs; null: only this machine")
 
 
 @dataclass(frozen=True)

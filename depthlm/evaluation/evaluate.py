@@ -172,11 +172,9 @@ def _record(
         # with the user's credentials, but to the project that somebody else has chosen
         stdout_console().print(f"not sent to the trackers of {directory}, which you did not train; trust={RUN} does")
         tracker = Tracker()
-    # the weights were uploaded at the end of training, and a W&B run that did not exist then is not created now
+    # a W&B run that did not exist at the end of training is not created
     wandb = tracker.wandb and manifest.wandb_id is not None
-    trackers = start_trackers(
-        replace(tracker, wandb=wandb, artifacts="none"), directory, asdict(config), manifest.wandb_id
-    )
+    trackers = start_trackers(replace(tracker, wandb=wandb), directory, asdict(config), manifest.wandb_id)
     trackers.close(recorded)
     stdout_console().print(f"written: {path}", markup=False, soft_wrap=True)
     return recorded

@@ -1,13 +1,15 @@
-"""Services that record a run in addition to metrics.jsonl. A failure of a service never stops a run.
+"""Weights & Biases and TensorBoard, which record a run beside metrics.jsonl. A failure of one never stops a run.
 
-Each service is called from a thread of its own, since any of its calls may hang.
+Each is called from a thread of its own, since any of its calls may hang.
 """
 
 import logging
+import netrc
 import os
 import queue
-import sys
+import secrets
 import threading
+import urllib.parse
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -18,25 +20,26 @@ import yaml
 
 from depthlm.config.schema import Tracker as TrackerConfig
 from depthlm.run_directory import RunDirectory
-from depthlm.runs import weights_and_biases
 
 log = logging.getLogger("depthlm")
 # maximum number of calls that wait for a service; maximum seconds for its start and its end
 WAITING, START, FINISH = 10_000, 60.0, 20.0
+# seconds within START that wandb.init waits for the server
+ANSWER = 20
+# the groups whose options are the tags of every W&B run
+TAGS = ("model", "size", "data")
 
 
 class Service(Protocol):
     """A running service. Each method may raise anything, or hang.
 
     name: for log lines. advice: where the run is still recorded when the service fails, as a clause. id: by which a
-    later process continues the run in the service; None if it needs none. upload_seconds: how much longer the end of a
-    complete run may take.
+    later process continues the run in the service; None if it needs none.
     """
 
     name: str
     advice: str
     id: str | None
-    upload_seconds: float
 
     def log(self, row: dict[str, Any]) -> None:
         """Record a row of metrics.jsonl."""
@@ -71,14 +74,13 @@ class QueuedService:
 
     def close(self, summary: dict[str, Any] | None) -> None:
         """Pass on the summary, and wait until the service has finished, for a limited time."""
-        seconds = FINISH + (self.service.upload_seconds if summary is not None else 0.0)
         if not self.failed:
             self._call(partial(self.service.finish, summary))
             with suppress(queue.Full):
                 self.calls.put_nowait(None)
-            self.worker.join(seconds)
+            self.worker.join(FINISH)
             if not self.failed and self.worker.is_alive():
-                self._fail(f"it did not finish within {seconds:.0f} s")
+                self._fail(f"it did not finish within {FINISH:.0f} s")
         if self.failed:
             self.service.give_up()
 
@@ -141,14 +143,11 @@ def start_trackers(
     """
     run, services = RunDirectory(directory), []
     if config.wandb and os.environ.get("WANDB_MODE") != "disabled":
-        start = partial(weights_and_biases.start, config, directory, settings, wandb_id, resumed_at)
-        services.append(start_service("W&B", start, weights_and_biases.give_up))
+        start = partial(start_wandb, config, directory, settings, wandb_id)
+        services.append(start_service("W&B", start, leave_wandb))
     if config.tensorboard:
         start_writer = partial(TensorBoard, run.tensorboard, settings, resumed_at)
         services.append(start_service("TensorBoard", start_writer, lambda: None))
-    if config.trackio:
-        start_trackio = partial(Trackio, config, directory, settings, resumed_at)
-        services.append(start_service("Trackio", start_trackio, lambda: None))
     return Trackers([service for service in services if service is not None], wandb_id)
 
 
@@ -179,7 +178,7 @@ def start_service(name: str, start: Callable[[], Service | None], give_up: Calla
 class TensorBoard:
     """Event files of one process."""
 
-    name, advice, upload_seconds = "TensorBoard", "metrics.jsonl is still written", 0.0
+    name, advice = "TensorBoard", "metrics.jsonl is still written"
     id: str | None = None
 
     def __init__(self, directory: Path, settings: dict[str, Any], resumed_at: int | None) -> None:
@@ -215,52 +214,106 @@ class TensorBoard:
                 self.writer.add_scalar(f"{prefix}{name}", value, step)
 
 
-class Trackio:
-    """A Trackio run, named by its directory; a process that resumes the run continues it."""
+class WeightsAndBiases:
+    """A W&B run."""
 
-    name, advice, upload_seconds = "Trackio", "metrics.jsonl is still written", 0.0
-    id: str | None = None
+    name = "W&B"
 
-    def __init__(
-        self, config: TrackerConfig, directory: Path, settings: dict[str, Any], resumed_at: int | None
-    ) -> None:
-        """resumed_at: the step after which this process trains; 0: it starts a run; None: it does not train."""
-        import trackio
-
-        for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "trackio"]:
-            # it prints some lines at the start and the end of a run
-            vars(module)["print"] = lambda *_, **__: None
-        name = str(directory)
-        self.run = trackio.init(
-            project=config.project,
-            name=name,
-            group=config.group or settings["experiment"]["name"] or None,
-            space_id=config.space,
-            config=settings,
-            resume="never" if resumed_at == 0 else "allow",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
-        where = (
-            f"in the Space {config.space}" if config.space else f"`trackio show --project {config.project}` shows it"
-        )
-        log.info("Trackio: %s", where)
+    def __init__(self, run: Any, directory: Path) -> None:
+        self.run = run
+        self.id: str | None = run.id
+        folder = RunDirectory(directory).wandb
+        self.advice = f"metrics.jsonl is still written, and `wandb sync` uploads what is in {folder}"
 
     def log(self, row: dict[str, Any]) -> None:
         """Log a row at its step."""
         self.run.log({name: row[name] for name in row if name != "step"}, step=row["step"])
 
     def alert(self, title: str, text: str, step: int) -> None:
-        """Add an alert, which the dashboard shows."""
-        self.run.alert(title, text, step=step)
+        """Send an alert, which W&B passes on by e-mail or Slack as the user has set there."""
+        self.run.alert(title=title, text=f"step {step}: {text}", level="WARN", wait_duration=300)
 
     def finish(self, summary: dict[str, Any] | None) -> None:
-        """Log the numbers of the summary, and finish."""
-        numbers = {f"summary/{name}": v for name, v in (summary or {}).items() if isinstance(v, int | float)}
-        if numbers:
-            self.run.log(numbers)
+        """Record the summary of a complete run, and finish."""
+        self.run.summary.update(summary or {})
         self.run.finish()
 
     def give_up(self) -> None:
-        """Nothing: no process waits."""
+        """Detach from the W&B service."""
+        leave_wandb()
+
+
+def start_wandb(
+    config: TrackerConfig, directory: Path, settings: dict[str, Any], run_id: str | None
+) -> WeightsAndBiases | None:
+    """Start or continue the W&B run of a directory: online if there is an API key and a server, otherwise offline.
+
+    Returns None, after a warning, if neither works.
+    """
+    import wandb
+
+    # W&B's own error reports delay the end of the process by half a minute if the server does not answer
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    for mode in (chosen := modes(config)):
+        try:
+            run = wandb.init(
+                project=config.project,
+                entity=config.entity,
+                group=config.group or settings["experiment"]["name"] or None,
+                tags=[*dict.fromkeys([*(settings[group]["name"] for group in TAGS), *config.tags])],
+                name=directory.name,
+                # WANDB_RUN_ID would be that of every run of a shell or a sweep, which the server would take for one run
+                id=run_id or secrets.token_hex(4),
+                # W&B's service resolves a relative path against the working directory it was started in
+                dir=directory.absolute(),
+                config=settings,
+                resume="allow",
+                mode=mode,  # type: ignore[arg-type]
+                settings=wandb.Settings(init_timeout=ANSWER, console="off", silent=True),
+            )
+            for handler in logging.getLogger("wandb").handlers:
+                # on a full disk, W&B's own log would print a traceback for each line
+                handler.handleError = lambda record: None  # type: ignore[method-assign]
+            where = run.url if mode == "online" else "offline in the folder wandb/; `wandb sync` uploads it"
+            log.info("W&B run %s: %s", run.id, where)
+            return WeightsAndBiases(run, directory)
+        except Exception as error:
+            last = mode == chosen[-1]
+            log.warning("W&B %s failed (%s)%s", mode, error, "; metrics.jsonl is still written" if last else "")
+    return None
+
+
+def modes(config: TrackerConfig) -> list[str]:
+    """Return the modes to try, in order."""
+    environment_mode = os.environ.get("WANDB_MODE")
+    offline = environment_mode in ("offline", "dryrun") or not has_key()
+    if config.mode == "offline" or (config.mode == "auto" and offline):
+        return ["offline"]
+    return ["online", "offline"]
+
+
+def leave_wandb() -> None:
+    """Detach from the W&B service; otherwise the process would wait for it at exit."""
+
+    def teardown() -> None:
+        # SystemExit carries the exit code of the service
+        with suppress(Exception, SystemExit):
+            import wandb
+
+            wandb.teardown()
+
+    # teardown first unregisters its exit hook, and may then hang, so it runs in a thread
+    thread = threading.Thread(target=teardown, name="wandb end", daemon=True)
+    thread.start()
+    thread.join(1.0)
+
+
+def has_key() -> bool:
+    """Return whether a W&B key is set, in WANDB_API_KEY or in netrc (`wandb login`), without asking the server."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,8 +1,5 @@
 """Several services record one run, and one that fails does not disturb the others."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,14 +30,14 @@ def test_a_service_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
 
 
 def test_tracker_is_one_service_or_a_list_of_them_that_are_installed(monkeypatch):
-    for choice in ("none", "wandb", "[tensorboard,trackio]"):
+    for choice in ("none", "wandb", "[wandb,tensorboard]"):
         tracker = compose_anywhere([f"tracker={choice}"]).tracker
-        expected = [name for name in ("wandb", "tensorboard", "trackio") if name in choice]
-        assert [name for name in ("wandb", "tensorboard", "trackio") if getattr(tracker, name)] == expected
+        expected = [name for name in ("wandb", "tensorboard") if name in choice]
+        assert [name for name in ("wandb", "tensorboard") if getattr(tracker, name)] == expected
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as error:
-        compose(["tracker=[wandb,trackio]", "kernels=torch"])
-    assert any("tracker=trackio: trackio is not installed; pip install" in text for text in error.value.errors)
+        compose(["tracker=[wandb,tensorboard]", "kernels=torch"])
+    assert any("tracker=tensorboard: tensorboard is not installed; pip install" in text for text in error.value.errors)
 
 
 def start(folder: Path, resumed_at: int | None) -> Trackers:
@@ -87,36 +84,3 @@ def test_an_evaluation_of_an_earlier_checkpoint_hides_no_later_step(tmp_path):
     evaluation.close({"step": 20, "lambada": 0.25})
     assert scalars(tmp_path, "loss") == [(30, 1.0)]
     assert scalars(tmp_path, "summary/lambada") == [(20, 0.25)]
-
-
-pytest.importorskip("trackio")
-
-# Trackio reads the folder of its database when it is imported
-RECORD = """
-from pathlib import Path
-from depthlm.config.schema import Tracker
-from depthlm.runs.trackers import start_trackers
-for step in (1, 2):
-    config = Tracker(trackio=True, project="trial")
-    settings = {"experiment": {"name": "moda/scaling"}}
-    trackers = start_trackers(config, Path("runs/one"), settings, None, resumed_at=step - 1)
-    trackers.write({"step": step, "loss": 0.5 / step})
-    trackers.alert("bad batch", "skipped", step)
-    trackers.close({"validation_loss": 0.25} if step == 2 else None)
-from trackio.sqlite_storage import SQLiteStorage
-rows = SQLiteStorage.get_logs("trial", "runs/one")
-print([(row["step"], row["loss"]) for row in rows if "loss" in row])
-print([row["summary/validation_loss"] for row in rows if "summary/validation_loss" in row])
-print([(alert["title"], alert["step"]) for alert in SQLiteStorage.get_alerts("trial")])
-"""
-
-
-def test_a_run_that_is_resumed_is_one_run_with_the_steps_of_metrics_and_nothing_is_printed(tmp_path):
-    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HOME": str(tmp_path)}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, "-c", RECORD], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.splitlines() == [
-        "[(1, 0.5), (2, 0.25)]", "[0.25]", "[('bad batch', 2), ('bad batch', 1)]"
-    ], done.stderr  # fmt: skip

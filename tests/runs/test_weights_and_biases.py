@@ -4,7 +4,6 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,12 @@ import pytest
 import wandb
 
 from depthlm.config.schema import Tracker
-from depthlm.run_directory import MANIFEST, RunDirectory
 from depthlm.runs import trackers as service
-from depthlm.runs import weights_and_biases
-from depthlm.runs.trackers import QueuedService, Trackers, start_trackers
-from depthlm.runs.weights_and_biases import WeightsAndBiases, give_up, has_key
+from depthlm.runs.trackers import QueuedService, Trackers, WeightsAndBiases, has_key, leave_wandb, start_trackers
 from tests.runs.wandb_file import records
 
 SETTINGS = {name: {"name": value} for name, value in (("model", "mhc"), ("size", "micro"), ("data", "stdlib"))} | {
     "experiment": {"name": None},
-    "tracker": {"artifacts": "none"},
 }
 
 
@@ -31,7 +26,7 @@ def start(folder: Path, run_id: str | None, **tracker: Any) -> Trackers:
 
 
 def tracked(run: Any, folder: Path) -> QueuedService:
-    return QueuedService(WeightsAndBiases(run, folder, "none"))
+    return QueuedService(WeightsAndBiases(run, folder))
 
 
 class Run:
@@ -65,7 +60,7 @@ def test_online_falls_back_to_offline(monkeypatch, tmp_path):
         ("online", False, ["online", "offline"]),
     ):
         asked.clear()
-        monkeypatch.setattr(weights_and_biases, "has_key", lambda key=key: key)
+        monkeypatch.setattr(service, "has_key", lambda key=key: key)
         assert start(tmp_path, "kept", mode=mode).id == "kept"
         assert asked == expected
 
@@ -74,8 +69,7 @@ def test_online_falls_back_to_offline(monkeypatch, tmp_path):
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The logged warnings."""
     warnings: list[str] = []
-    for module in (service, weights_and_biases):
-        monkeypatch.setattr(module.log, "warning", lambda text, *values: warnings.append(text % values))
+    monkeypatch.setattr(service.log, "warning", lambda text, *values: warnings.append(text % values))
     return warnings
 
 
@@ -124,10 +118,10 @@ def test_a_service_that_dies_does_not_delay_the_run(warnings, tmp_path):
 
 
 def test_waiting_for_a_server_that_does_not_answer_is_limited(warnings, tmp_path, monkeypatch):
-    monkeypatch.setattr(weights_and_biases, "ANSWER", 1)
+    monkeypatch.setattr(service, "ANSWER", 1)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    give_up()  # a service of an earlier test uses another server
+    leave_wandb()  # a service of an earlier test uses another server
     started = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
@@ -153,85 +147,21 @@ def test_the_api_key_is_found_in_the_environment_or_in_netrc(monkeypatch, tmp_pa
     assert has_key()
 
 
-def test_the_file_of_a_run_has_its_group_tags_configuration_rows_alerts_and_weights(tmp_path):
+def test_the_file_of_a_run_has_its_group_tags_configuration_rows_and_alerts(tmp_path):
     settings = SETTINGS | {"experiment": {"name": "moda/scaling"}, "optimizer": {"lr": 0.25}}
-    settings["tracker"] = {"artifacts": "all"}
-    tracker = Tracker(wandb=True, mode="offline", tags=["mine", "mhc"], artifacts="all")
-    paths = RunDirectory(tmp_path)
-    paths.config.write_text("seed: 1\n")
+    tracker = Tracker(wandb=True, mode="offline", tags=["mine", "mhc"])
     trackers = start_trackers(tracker, tmp_path, settings, "kept", resumed_at=0)
-    trackers.write({"step": 1, "loss": 3.0})
-    trackers.alert("bad batch", "skipped: its loss is not finite", 1)
-    for step in (2, 3):
-        folder = paths.checkpoint(step)
-        folder.mkdir(parents=True)
-        (folder / "model.safetensors").write_bytes(b"weights")
-        (folder / MANIFEST).write_text("{}")
+    for step in (1, 2, 3):
         trackers.write({"step": step, "loss": 3.0 / step})
-        # the service looks for a new checkpoint when it records a row
-        wait_for(trackers.services[0].calls.empty)
+    trackers.alert("bad batch", "skipped: its loss is not finite", 1)
     trackers.close({"validation_loss": 0.5})
     written = records(tmp_path / "wandb")
     (run,) = [record.run for record in written if record.HasField("run")]
-    assert (run.run_group, [*run.tags]) == ("moda/scaling", ["mhc", "micro", "stdlib", "mine"])
+    assert (run.run_id, run.run_group, [*run.tags]) == ("kept", "moda/scaling", ["mhc", "micro", "stdlib", "mine"])
     assert json.loads(next(u.value_json for u in run.config.update if u.key == "optimizer")) == {"lr": 0.25}
     steps = {record.history.step.num for record in written if record.HasField("history")}
     assert steps == {1, 2, 3}
     (alert,) = [record.alert for record in written if record.HasField("alert")]
     assert (alert.title, alert.text) == ("bad batch", "step 1: skipped: its loss is not finite")
-    artifacts = [record.artifact for record in written if record.HasField("artifact")]
-    assert [sorted(artifact.aliases)[-1] for artifact in artifacts][-1] == "step-00000003"
-    assert "final" in artifacts[-1].aliases
-    assert {file.path for file in artifacts[-1].manifest.contents} == {"config.yaml", "model.safetensors"}
     totals = {item.key: item.value_json for r in written if r.HasField("summary") for item in r.summary.update}
     assert totals["validation_loss"] == "0.5"
-
-
-@pytest.mark.parametrize(("synced", "trains"), [(False, True), (True, True), (False, False)])
-def test_a_run_that_is_resumed_or_evaluated_offline_has_one_folder_with_all_rows(tmp_path, synced, trains):
-    tracker, paths = Tracker(wandb=True, mode="offline"), RunDirectory(tmp_path)
-    # a process that was killed has left nothing but its folder; the names of folders have the second of their start
-    killed = tmp_path / "wandb/offline-run-20260101_000000-kept"
-    killed.mkdir(parents=True)
-    if synced:
-        (killed / "run-kept.wandb.synced").touch()
-    rows = [{"step": step, "loss": 1.0 * step} for step in (1, 2, 3)]
-    paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if trains:
-        trackers = start_trackers(tracker, tmp_path, SETTINGS, "kept", resumed_at=2)
-        trackers.write({"step": 3, "loss": 3.0})
-        trackers.close(None)
-    else:
-        paths.summary.write_text('{"steps": 3}')
-        start_trackers(tracker, tmp_path, SETTINGS, "kept").close({"lambada": 0.5})
-    folders = list((tmp_path / "wandb").glob("offline-run-*"))
-    if synced:
-        assert killed in folders
-        return
-    assert len(folders) == 1
-    assert killed not in folders
-    written = records(tmp_path / "wandb")
-    assert [record.history.step.num for record in written if record.HasField("history")] == [1, 2, 3]
-    totals = {item.key: item.value_json for r in written if r.HasField("summary") for item in r.summary.update}
-    assert trains or (totals["steps"], totals["lambada"]) == ("3", "0.5")
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
-def test_only_a_complete_run_uploads_its_last_weights(tmp_path):
-    folder = RunDirectory(tmp_path).checkpoint(2)
-    folder.mkdir(parents=True)
-    (folder / MANIFEST).write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"weights")
-    logged = []
-    run = Run()
-    run.log_artifact = lambda artifact, aliases: logged.append(aliases)  # type: ignore[attr-defined]
-    WeightsAndBiases(run, tmp_path, "last").finish(None)
-    WeightsAndBiases(run, tmp_path, "none").finish({"loss": 1.0})
-    assert logged == []
-    WeightsAndBiases(run, tmp_path, "last").finish({"loss": 1.0})
-    assert logged == [["latest", "step-00000002", "final"]]

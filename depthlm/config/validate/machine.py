@@ -15,9 +15,6 @@ from depthlm.locations import install_command
 from depthlm.machine import environment
 from depthlm.run_directory import RunDirectory, is_checkpoint
 
-# trackers whose packages are not among the required ones
-OPTIONAL_TRACKERS = ("tensorboard", "trackio")
-
 
 def check_machine(config: Config) -> list[str]:
     """Return the mistakes that only this machine has: its ranks, its device, its files, a package not installed."""
@@ -128,8 +125,6 @@ def _holds_checkpoints(directory: str) -> bool:
 
 
 def _check_tracker(config: Config) -> list[str]:
-    return [
-        f"tracker={name}: {name} is not installed; {install_command('trackers')}"
-        for name in OPTIONAL_TRACKERS
-        if getattr(config.tracker, name) and importlib.util.find_spec(name) is None
-    ]
+    if not config.tracker.tensorboard or importlib.util.find_spec("tensorboard") is not None:
+        return []
+    return [f"tracker=tensorboard: tensorboard is not installed; {install_command('trackers')}"]
