@@ -141,18 +141,6 @@ def inspect(arguments: list[str], program: str) -> None:
     inspect_run(_read(program, Inspect, arguments))
 
 
-def doctor(arguments: list[str], program: str) -> None:
-    """Check whether a run would start on this machine, and print each problem with its remedy."""
-    parser = argparse.ArgumentParser(prog=program, description=doctor.__doc__)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the run, as for train.py")
-    parser.add_argument("--config-dir", help="a folder of configuration files in addition to conf/")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parsed = parser.parse_intermixed_args(arguments)
-    from depthlm.commands.doctor import doctor as examine
-
-    sys.exit(examine(parsed.overrides, parsed.config_dir, parsed.json))
-
-
 COMMANDS = {
     "train": train,
     "prepare": prepare,
@@ -164,7 +152,6 @@ COMMANDS = {
     "generate": generate,
     "export": export,
     "inspect": inspect,
-    "doctor": doctor,
 }
 
 
