@@ -8,7 +8,6 @@ depthlm prepare --import-tokens part-*.npy --dtype uint32 --tokenizer dolma2/tok
 """
 
 import argparse
-import re
 from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -19,7 +18,6 @@ from depthlm.console import stderr_console, stdout_console
 from depthlm.data import Manifest, prepare, token_folders, verify
 from depthlm.data.corpora.documents import REASONS
 from depthlm.data.preparation.imported import DTYPES, Import, import_tokens, load_tokenizer
-from depthlm.data.preparation.parts import Part
 
 
 def main(arguments: list[str], program: str) -> None:
@@ -28,11 +26,8 @@ def main(arguments: list[str], program: str) -> None:
     if options.import_tokens:
         return import_ids(options)
     data = compose(options.overrides, options.config_dir).data
-    folders = token_folders(data) if options.verify else prepare(data, only=options.only, part=options.part)
+    folders = token_folders(data) if options.verify else prepare(data, only=options.only)
     folders = {name: folder for name, folder in folders.items() if not options.only or name in options.only}
-    if options.part is not None:
-        # folders whose other parts are missing are not complete
-        folders = {name: folder for name, folder in folders.items() if Manifest.exists(folder)}
     if options.verify:
         verify_all(list(folders.values()))
     console = stdout_console()
@@ -51,13 +46,6 @@ def read_options(arguments: list[str], program: str) -> argparse.Namespace:
     parser.add_argument("--verify", action="store_true", help="prepare nothing; verify the hash of every file")
     parser.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="one source of a mixture; repeatable"
-    )
-    parser.add_argument(
-        "--part",
-        type=parse_part,
-        metavar="I/N",
-        help="encode every Nth file of each source from file I on, counted from 0, "
-        "while other processes or nodes encode the other parts; the last one to finish makes the token files",
     )
     ids = parser.add_argument_group("ids that were tokenized elsewhere")
     ids.add_argument(
@@ -78,10 +66,8 @@ def read_options(arguments: list[str], program: str) -> argparse.Namespace:
     if options.import_tokens:
         if options.overrides or not options.tokenizer or not options.to:
             parser.error("--import-tokens needs --tokenizer and --to, and takes no overrides")
-        if options.verify or options.part or options.only or options.config_dir:
-            parser.error(
-                "--verify, --part, --only and --config-dir are for a corpus; leave them out of --import-tokens"
-            )
+        if options.verify or options.only or options.config_dir:
+            parser.error("--verify, --only and --config-dir are for a corpus; leave them out of --import-tokens")
     elif options.tokenizer or options.to or options.dtype or options.end_of_text or options.held_out:
         parser.error("--tokenizer, --to, --dtype, --end-of-text and --held-out need --import-tokens")
     return options
@@ -111,14 +97,6 @@ def parse_share(text: str) -> float:
     if not 0 < share <= 1:
         raise argparse.ArgumentTypeError(f"{text}: must be a number above 0 and at most 1")
     return share
-
-
-def parse_part(text: str) -> Part:
-    """Return the part that `I/N` names. Raises ArgumentTypeError for other text."""
-    match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
-    if match is None or int(match[1]) >= int(match[2]):
-        raise argparse.ArgumentTypeError(f"{text}: must be I/N with I from 0 to N - 1, as in 0/16 ... 15/16")
-    return Part(int(match[1]), int(match[2]))
 
 
 def verify_all(folders: list[Path]) -> None:

@@ -55,7 +55,7 @@ def test_ids_that_were_tokenized_elsewhere_become_token_files_of_the_working_dir
 
 def test_options_for_a_corpus_are_refused_beside_ids_and_those_for_ids_without_them(capsys):
     for arguments, words in (
-        *(([*CORPUS, *option], option[0]) for option in (["--verify"], ["--part", "0/2"], ["--only", "dclm"])),
+        *(([*CORPUS, *option], option[0]) for option in (["--verify"], ["--only", "dclm"])),
         *((["data=stdlib", *option], "need --import-tokens") for option in (["--held-out", "1"], ["--to", "ice"])),
     ):
         with pytest.raises(SystemExit) as caught:

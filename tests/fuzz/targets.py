@@ -6,7 +6,7 @@ import io
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from depthlm.data import Manifest, Tokenizer, bytes_tokenizer, open_corpus, prep
 from depthlm.data.corpora.documents import Reader
 from depthlm.data.corpora.sources import TextFile
 from depthlm.data.preparation.imported import Import, import_tokens
-from depthlm.data.preparation.parts import Part
 from depthlm.data.settings import Data
 from depthlm.evaluation.generation import _lines
 from depthlm.files import read_json
@@ -180,28 +179,12 @@ def of_tokens(folder: Path, text: Path) -> list[Target]:
         with contextlib.redirect_stderr(io.StringIO()):
             return Manifest.read(prepare(begun)["local"]).digest()
 
-    encoded = folder / "parts.partial"
-    part_data = replace(begun, path=str(folder / "parts"))
-    with contextlib.redirect_stderr(io.StringIO()):
-        prepare(part_data, part=Part(0, 2))
-    stored = shutil.copytree(encoded, folder / "kept parts")
-    batches = sorted(next(stored.glob("encoded-*")).glob("*.batches"))[0]
-
-    def joined(_: Path) -> Any:
-        for path in (encoded, folder / "parts"):
-            shutil.rmtree(path, ignore_errors=True)
-        shutil.copytree(stored, encoded)
-        with contextlib.redirect_stderr(io.StringIO()):
-            return Manifest.read(prepare(part_data, part=Part(1, 2))["local"]).digest() if _ else None
-
     checking = ("data/prepare.py", "data=local", f"data.source={text}", "data.tokenizer=bytes", f"data.path={tokens}")
     return [
         Target("tokens/manifest.json", tokens / "manifest.json", corpus, False, (checking, (*checking, "--verify"))),
         Target("tokens/train-00000.bin", tokens / "train-00000.bin", verified, True, ((*checking, "--verify"),)),
         Target("tokens/tokenizer.json", tokens / "tokenizer.json", corpus, True, (checking,)),
         Target("progress.json", kept / "progress.json", resumed, True),
-        Target("encoded batches", batches, joined),
-        Target("encoded summary", batches.with_suffix(".json"), joined),
     ]
 
 

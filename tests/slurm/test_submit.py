@@ -242,14 +242,12 @@ TASK = {"SLURM_JOB_ID": "40", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID":
         "SLURM_ARRAY_TASK_MAX": "3", "SLURM_ARRAY_TASK_COUNT": "4"}  # fmt: skip
 
 
-@pytest.mark.parametrize(("script", "task"), [("train.sbatch", TASK), ("prepare.sbatch", TASK)])
-def test_the_last_task_of_an_array_requeues_itself(tmp_path, script, task):
+def test_the_last_task_of_an_array_requeues_itself(tmp_path):
     fake(tmp_path, "scontrol", SCONTROL)
     # the run saves and exits with 75 on the signal
     fake(tmp_path, "srun", "trap 'exit 75' USR1; touch begun; sleep 30 & wait\n")
-    fake(tmp_path, "python", "touch begun; exec sleep 30\n")
-    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DEPTHLM_PYTHON": str(tmp_path / "python"), **task}
-    job = subprocess.Popen(["bash", REPOSITORY / "depthlm/slurm" / script], cwd=tmp_path, env=variables)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **TASK}
+    job = subprocess.Popen(["bash", REPOSITORY / "depthlm/slurm/train.sbatch"], cwd=tmp_path, env=variables)
     while not (tmp_path / "begun").exists():
         time.sleep(0.02)
     job.send_signal(signal.SIGUSR1)

@@ -3,16 +3,11 @@
 import json
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from depthlm.config import compose
-from depthlm.data import prepare
-from depthlm.locations import REPOSITORY
 
 from ..forks import Forks, environment_with
 
@@ -151,22 +146,3 @@ def last_step(directory: Path) -> int:
 
 def states(cluster: dict[str, str], array: str) -> list[str]:
     return run(cluster, "squeue", "--noheader", "--array", f"--jobs={array}", "--format=%T").split()
-
-
-@pytest.mark.release
-def test_an_array_prepares_a_corpus_with_the_bytes_of_one_process(cluster, corpus_folder, tmp_path):
-    data = ["data=local", f"data.source={corpus_folder}", "data.tokenizer=bytes", "data.validation_fraction=0.1"]
-    here = {**cluster, "DEPTHLM_PYTHON": sys.executable, "DEPTHLM_CODE": str(REPOSITORY)}
-    script = REPOSITORY / "depthlm/slurm/prepare.sbatch"
-    options = ["--array=1-3", "--cpus-per-task=1", "--time=00:10:00", f"--output={tmp_path}/%a.log"]
-    done = subprocess.run(
-        ["sbatch", *options, script, *data, f"data.path={tmp_path}/parts"],
-        cwd=tmp_path, env=environment_with(**here), capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    wait_for_jobs(cluster, 120)
-    logs = [(tmp_path / f"{task}.log").read_text() for task in (1, 2, 3)]
-    assert sum("prepared" in log for log in logs) == 1, logs
-    prepare(compose([*data, f"data.path={tmp_path}/whole"]).data)
-    for file in (tmp_path / "whole").iterdir():
-        assert file.read_bytes() == (tmp_path / "parts" / file.name).read_bytes()

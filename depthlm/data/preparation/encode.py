@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -128,11 +128,10 @@ class Encoded(NamedTuple):
         return Position(*(int(self.rows[name][-1]) for name in Position._fields))
 
 
-def encode(job: Job, read: Callable[[Job, Position], Generator[Encoded]]) -> Manifest:
+def encode(job: Job) -> Manifest:
     """Write the token files of both splits into the folder and return their manifest without writing it.
 
     Resumes from the folder's progress file where there is one. Each document is followed by the end-of-text token.
-    read: returns the batches from a position on (`encoded_batches`, or those that parts have stored).
     Raises DataError where a document or file is bad, a split has no document, or too many tokens are unknown.
     """
     size, dtype = job.vocab_size, dtype_of(job.vocab_size)
@@ -143,7 +142,7 @@ def encode(job: Job, read: Callable[[Job, Position], Generator[Encoded]]) -> Man
     position = progress.restore(writers, skipped) or Position(0, 0, 0)
     saved = sum(len(writer.shards) for writer in writers.values())
     bar = ProgressBar(job.console, job.name, job.quota)
-    with bar, closing(read(job, position)) as batches:
+    with bar, closing(encoded_batches(job, position)) as batches:
         for batch in batches:
             full = _write(writers, skipped, batch, job)
             if sum(writer.tokens for writer in writers.values()) > MIN_CHECKED_TOKENS:
@@ -171,15 +170,12 @@ def encode(job: Job, read: Callable[[Job, Position], Generator[Encoded]]) -> Man
     )
 
 
-def encoded_batches(job: Job, position: Position, one_file: bool = False) -> Generator[Encoded]:
-    """Encode the source from a position on, some batches ahead of the one that is yielded.
-
-    one_file: only to the end of the file of that position.
-    """
+def encoded_batches(job: Job, position: Position) -> Generator[Encoded]:
+    """Encode the source from a position on, some batches ahead of the one that is yielded."""
     dtype = little_endian(dtype_of(job.vocab_size))
     with ThreadPoolExecutor(environment.cores()) as pool:
         waiting: deque[Future[Encoded]] = deque()
-        batches = _batches(job, position, one_file)
+        batches = _batches(job, position)
         try:
             while True:
                 while len(waiting) < environment.cores() + AHEAD and (batch := next(batches, None)) is not None:
@@ -225,12 +221,12 @@ def cut(text: str, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
     yield text[max(0, start - CONTEXT) : start], text[start:]
 
 
-def _batches(job: Job, start: Position, one_file: bool) -> Iterator[tuple[list[Piece], float]]:
+def _batches(job: Job, start: Position) -> Iterator[tuple[list[Piece], float]]:
     """Yield the pieces that are encoded at once, and the share of the source that has been read."""
     total = sum(len(files) for files, _ in job.sections)
     batch: list[Piece] = []
     characters = 0
-    for piece, files_read, reader in _pieces(job, start, one_file):
+    for piece, files_read, reader in _pieces(job, start):
         batch.append(piece)
         characters += len(piece.text)
         if characters >= BATCH:
@@ -240,13 +236,13 @@ def _batches(job: Job, start: Position, one_file: bool) -> Iterator[tuple[list[P
         yield batch, 1.0
 
 
-def _pieces(job: Job, start: Position, one_file: bool) -> Iterator[tuple[Piece, int, Reader]]:
+def _pieces(job: Job, start: Position) -> Iterator[tuple[Piece, int, Reader]]:
     """Yield each piece with the number of files fully read before it and the reader of its file."""
     files_read = -1
     for section, (files, fraction) in enumerate(job.sections):
         for index, file in enumerate(files):
             files_read += 1
-            if (section, index) < start[:2] or (one_file and (section, index) > start[:2]):
+            if (section, index) < start[:2]:
                 continue
             first_record = start.record if (section, index) == start[:2] else 0
             reader = Reader(file, job.text_field, job.cut, job.data.max_document_bytes)

@@ -81,14 +81,11 @@ def _compression(name: str) -> float:
     return _COMPRESSION if codec is not None or plain.endswith(PARQUET) else 1.0
 
 
-def check_disk_space(name: str, source: Source, data: Data, folder: Path, copies: int = 1) -> Estimate | None:
-    """Return the estimate. Raises DataError where the folder's disk has less free space than the token files take.
-
-    copies: how many copies of the tokens the disk must hold.
-    """
+def check_disk_space(name: str, source: Source, data: Data, folder: Path) -> Estimate | None:
+    """Return the estimate. Raises DataError where the folder's disk has less free space than the token files take."""
     needed, free = estimate(name, source, data), shutil.disk_usage(folder).free
-    if needed is not None and copies * needed.disk_bytes > free:
-        takes = decimal(round(copies * needed.disk_bytes))
+    if needed is not None and needed.disk_bytes > free:
+        takes = decimal(round(needed.disk_bytes))
         what = f"{name}'s token files will take about {takes} while they are prepared, and {decimal(free)} are free"
         raise DataError(what, folder, "Free some space, set data.path to another disk, or lower data.max_tokens.")
     return needed

@@ -20,9 +20,8 @@ from depthlm.data.corpora.documents import REASONS, documents, first_mistakes, i
 from depthlm.data.corpora.sources import all_sources, is_remote, text_files, train_sources
 from depthlm.data.manifest import Manifest, check_sizes
 from depthlm.data.preparation import progress as progress_file
-from depthlm.data.preparation.encode import Job, encode, encoded_batches, held_out_fraction, identity
+from depthlm.data.preparation.encode import Job, encode, held_out_fraction, identity
 from depthlm.data.preparation.estimate import check_disk_space
-from depthlm.data.preparation.parts import Part, encode_part, folder_of, missing_files, stored_batches
 from depthlm.data.settings import Data, Source
 from depthlm.data.token_files import check_settings, quota, settings, token_folder
 from depthlm.data.token_files import vocab_size as vocab_size_of
@@ -44,11 +43,10 @@ from depthlm.files import open_appending, sync
 _MAY_HAVE_CHANGED = "may have changed (the same names and sizes, but files were written, copied or renamed)"
 
 
-def prepare(data: Data, progress: bool = True, only: Collection[str] = (), part: Part | None = None) -> dict[str, Path]:
+def prepare(data: Data, progress: bool = True, only: Collection[str] = ()) -> dict[str, Path]:
     """Make the token files of this configuration unless they exist, and return the folder of each source, by name.
 
-    only: the sources and validation sets to prepare; empty: all. part: encode only these files of each source, while
-    other processes encode the other parts; the last one to finish makes the token files.
+    only: the sources and validation sets to prepare; empty: all.
 
     A folder appears by one rename. A killed call leaves <folder>.partial, and the next call resumes from its last
     complete shard. Of several processes at once, one prepares and the others wait. The same text and settings give the
@@ -65,7 +63,7 @@ def prepare(data: Data, progress: bool = True, only: Collection[str] = (), part:
         raise DataError("no such source", ", ".join(unknown), f"There are: {', '.join(sources)}.")
     tokenizer = functools.cache(lambda: make_tokenizer(data, console))
     return {
-        name: _Preparation(name, source, data, tokenizer, console).run(part)
+        name: _Preparation(name, source, data, tokenizer, console).run()
         for name, source in sources.items()
         if not only or name in only
     }
@@ -145,8 +143,8 @@ class _Preparation:
         """What determines the bytes of the token files, except the text."""
         return settings(self.name, self.source, self.data)
 
-    def run(self, part: Part | None) -> Path:
-        """Make the token files, or encode a part of the source, unless they exist; return their folder."""
+    def run(self) -> Path:
+        """Make the token files unless they exist, and return their folder."""
         if Manifest.exists(self.folder):
             self.check_existing()
             return self.folder
@@ -156,9 +154,6 @@ class _Preparation:
         try:
             with name_refusals(self.folder, remedy):
                 self.target.parent.mkdir(parents=True, exist_ok=True)
-                if part is not None:
-                    self.encode_part(part)
-                    return self.folder
                 with lock_tokens(self.target, self.console) as complete:
                     if complete:
                         self.check_existing()
@@ -186,35 +181,6 @@ class _Preparation:
         listing = "".join(f"\n  - {reason}" for reason in reasons)
         return DataError(f"{len(reasons)} files cannot be read", root, f"Fix or remove them{skip}:{listing}")
 
-    def encode_part(self, part: Part) -> None:
-        """Encode a part of the source, and make the token files if no other part is missing."""
-        with lock_tokens(self.target, self.console) as complete:
-            if complete:
-                return
-            job = self.begin(copies=2)
-            progress_file.ProgressFile(self.partial, job.settings, job.files, job.tokenizer.fingerprint).begin()
-        start = time.monotonic()
-        # without the lock, since the other parts are encoded at the same time
-        try:
-            encoded = encode_part(job, part)
-        except FileNotFoundError:
-            with lock_tokens(self.target, self.console) as complete:
-                if complete:
-                    # a process that prepares the whole source has removed the folder of parts
-                    return
-            raise
-        with lock_tokens(self.target, self.console) as complete:
-            if complete:
-                return
-            missing = missing_files(job)
-            self.console.print(f"{part}: {encoded} files encoded in {time.monotonic() - start:.1f} s")
-            if missing:
-                self.console.print(
-                    f"at most {missing} files of other parts are missing; the last part that finishes joins all"
-                )
-            else:
-                self.make()
-
     def make(self) -> None:
         """Make the token files; they must not exist, and the lock must be held."""
         start, partial = time.monotonic(), self.partial
@@ -223,21 +189,13 @@ class _Preparation:
             # killed between the last token and the rename
             publish(partial, self.target)
             return
-        job = self.begin()
-        has_parts = folder_of(job).is_dir()
-        if has_parts:
-            # encode the files that no part has encoded
-            encode_part(job, Part(0, 1))
-        manifest = encode(job, stored_batches if has_parts else encoded_batches)
+        manifest = encode(self.begin())
         manifest.write(partial)
         publish(partial, self.target)
         _print_summary(manifest, self.target, time.monotonic() - start, self.console)
 
-    def begin(self, copies: int = 1) -> Job:
-        """Create the folder in preparation with its tokenizer, or resume in a folder of the same settings and text.
-
-        copies: how many copies of the tokens the disk must hold.
-        """
+    def begin(self) -> Job:
+        """Create the folder in preparation with its tokenizer, or resume in a folder of the same settings and text."""
         source, target, partial, console = self.source, self.target, self.partial, self.console
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise DataError("token files need an empty folder", target, "Empty it, or set another data.path.")
@@ -255,7 +213,7 @@ class _Preparation:
                 )
                 console.print(f"restarting {target} from scratch: {why}")
                 progress_file.clear(partial)
-            needed = check_disk_space(self.name, source, self.data, target.parent, copies)
+            needed = check_disk_space(self.name, source, self.data, target.parent)
             console.print(f"preparing {target}{f': {needed.words()}' if needed is not None else ''}")
             partial.mkdir(exist_ok=True)
             progress_file.mark(partial, self.settings)

@@ -148,11 +148,6 @@ class ProgressFile:
         self.key = {"settings": settings, "source": files.description, "state": files.state, "tokenizer": tokenizer}
         self.times = files.times
 
-    def begin(self) -> None:
-        """Record that parts of the source are being encoded, unless a shard is complete already."""
-        if read(self.file.parent) is None:
-            self.save(Position(0, 0, 0), {}, Counter())
-
     def save(self, position: Position, writers: dict[bool, SplitWriter], skipped: Counter[str]) -> None:
         """Record that everything before the position is on the disk."""
         states = {writer.stem: writer.state() for writer in writers.values()}

@@ -12,7 +12,6 @@ import pytest
 from depthlm.data import DataError, Manifest, prepare
 from depthlm.data.corpora.documents import Reader
 from depthlm.data.corpora.formats import TextFile
-from depthlm.data.preparation.parts import Part
 from depthlm.data.preparation.progress import ProgressFile, SplitWriter
 from depthlm.data.settings import Data
 
@@ -78,32 +77,27 @@ def test_a_kill_inside_a_document_that_spans_files_does_not_cut_it(local, text_f
     assert content(prepare(data)["local"]) == whole
 
 
-@pytest.mark.parametrize("part", [None, Part(0, 2)])
-def test_with_another_setting_an_unfinished_preparation_is_refused_and_stays_as_it_is(local, monkeypatch, part):
+def test_with_another_setting_an_unfinished_preparation_is_refused_and_stays_as_it_is(local, monkeypatch):
     monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
     data = local(shard_tokens=500, path="tokens")
-    if part is None:
-        stopped_after(monkeypatch, 3, data)
-    else:
-        prepare(data, part=part)
+    stopped_after(monkeypatch, 3, data)
     before = tree(Path("tokens.partial"))
     assert len(before) > 3
-    for again in (None, Part(0, 2), Part(1, 2)):
-        with pytest.raises(DataError, match=r"vocab_size: prepared 300, requested 310") as caught:
-            prepare(dataclasses.replace(data, vocab_size=310), part=again)
-        assert "Set another data.path, or remove this folder by hand" in caught.value.remedy
-        assert tree(Path("tokens.partial")) == before
-    prepare(data, part=Part(1, 2) if part else None)
+    with pytest.raises(DataError, match=r"vocab_size: prepared 300, requested 310") as caught:
+        prepare(dataclasses.replace(data, vocab_size=310))
+    assert "Set another data.path, or remove this folder by hand" in caught.value.remedy
+    assert tree(Path("tokens.partial")) == before
+    prepare(data)
     assert content(Path("tokens")) == content(prepare(local(shard_tokens=500, path="whole"))["local"])
 
 
-@pytest.mark.parametrize(("name", "part"), [("manifest.json", None), ("notes/a.txt", Part(0, 2))])
-def test_a_folder_of_the_user_in_the_way_is_not_touched(local, name, part):
+@pytest.mark.parametrize("name", ["manifest.json", "notes/a.txt"])
+def test_a_folder_of_the_user_in_the_way_is_not_touched(local, name):
     Path("thesis.partial", name).parent.mkdir(parents=True)
     Path("thesis.partial", name).write_text('{"text": "years"}')
     Path(".thesis.lock").write_text("mine")
     with pytest.raises(DataError, match=r"in the way of preparing.*thesis\.partial.*Set another data\.path"):
-        prepare(local(path="thesis"), part=part)
+        prepare(local(path="thesis"))
     assert tree(Path("thesis.partial")) == {name: b'{"text": "years"}'}
     assert Path(".thesis.lock").read_text() == "mine"
 
