@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from depthlm.config import Config
 from depthlm.config.saved import changed_code, check_trusted, load_config, targets
-from depthlm.config.validate.decoder import check_kept_sources, check_target, factories
+from depthlm.config.validate.decoder import check_target, factories
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.model import Decoder, initialize
@@ -33,9 +33,7 @@ def build_model(config: Config, device: str | torch.device = "cpu") -> Decoder:
     """
     connection, attention = factories(config.model)
     with torch.device("meta"):
-        model = Decoder(
-            config.size, config.backbone, connection, attention, config.model.loops, config.model.kept_sources
-        )
+        model = Decoder(config.size, config.backbone, connection, attention, config.model.loops)
     parametrize_as(config, model)
     model.kernels = config.kernels
     model.fp32_residual = config.precision.fp32_residual
@@ -86,8 +84,6 @@ def load_checkpoint(
     for part, settings in (("connection", config.model.connection), ("attention", config.model.attention)):
         if errors := check_target(f"model.{part}", settings):
             raise UserError(f"{directory}: {'; '.join(errors)}")
-    if errors := check_kept_sources(config.model, config.model.loops * config.size.num_layers):
-        raise UserError(f"{directory}: {'; '.join(errors)}")
     for name, words in changed_code(config).items():
         log.warning("%s: %s has changed since the training: %s", directory, name, words)
     model, manifest = _load_newest(config, directory, device)

@@ -35,8 +35,6 @@ from depthlm.locations import CONF, PACKAGE
 from depthlm.run_directory import RunDirectory
 
 SIGNED = "# signed: "
-# keys without an effect on training, which configurations of runs may have
-IGNORED = {"tracker": ("trackio", "artifacts", "space")}
 # in trust=, besides the names of modules: take paths, addresses and services from the run
 RUN = "run"
 
@@ -118,14 +116,9 @@ def as_text(value: Any) -> Any:
 def _of_this_version(saved: dict[str, Any]) -> dict[str, Any]:
     """Return a saved configuration with the keys of this version.
 
-    Runs without `precision.fp32_residual` had it under autocast; `experiment.best_over` was a list.
+    Runs without `precision.fp32_residual` had it under autocast; `experiment.best_over` was a list. Keys that this
+    version lacks are left out where they had no effect on the result.
     """
-    saved = {
-        section: {key: v for key, v in value.items() if key not in IGNORED[section]}
-        if section in IGNORED and isinstance(value, dict)
-        else value
-        for section, value in saved.items()
-    }
     precision, sharding, experiment = (saved.get(key) for key in ("precision", "deepspeed", "experiment"))
     changed: dict[str, Any] = {}
     if isinstance(precision, dict) and isinstance(sharding, dict) and "fp32_residual" not in precision:
@@ -133,6 +126,10 @@ def _of_this_version(saved: dict[str, Any]) -> dict[str, Any]:
         changed["precision"] = precision | {"fp32_residual": autocast}
     if isinstance(experiment, dict) and isinstance(best_over := experiment.get("best_over"), list):
         changed["experiment"] = experiment | {"best_over": best_over[0] if best_over else None}
+    if isinstance(tracker := saved.get("tracker"), dict):
+        changed["tracker"] = {key: v for key, v in tracker.items() if key not in ("trackio", "artifacts", "space")}
+    if isinstance(model := saved.get("model"), dict) and model.get("kept_sources") == {}:
+        changed["model"] = {key: v for key, v in model.items() if key != "kept_sources"}
     return saved | changed
 
 

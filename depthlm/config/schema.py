@@ -33,11 +33,6 @@ class Model:
     connection: dict[str, Any] = key({}, "how a sublayer reads from and writes to the depth stream")
     attention: dict[str, Any] = key({}, "which keys and values of earlier layers an attention reads")
     loops: int = key(1, "number of passes through the same layers; each pass has its own connections", minimum=1)
-    kept_sources: dict[str, list[list[int]]] = key(
-        {},
-        "the sources that reads keep, by read (attention_3, mlp_3, final; layer_3: keys and values of earlier layers) "
-        "and input, as [[0,2]]; other reads keep all; `inspect prune=` writes it",
-    )
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class DepthLMConfig(PretrainedConfig):
 
     size, backbone: the fields of `Size` and `Backbone`. loops: passes through the layers.
     mechanism: its name. connection, attention: the settings of the two classes that the modeling code names.
-    kept_sources, end_of_text, end_of_text_begins: those of `Decoder`.
+    end_of_text, end_of_text_begins: those of `Decoder`.
     max_position_embeddings: sequence length of training; longer sequences are possible, since positions are computed.
     """
 
@@ -53,7 +53,6 @@ class DepthLMConfig(PretrainedConfig):
     ) -> None:
         self.size, self.backbone, self.loops = size or {}, backbone or {}, loops
         self.mechanism, self.connection, self.attention = mechanism, connection or {}, attention or {}
-        self.kept_sources = kwargs.pop("kept_sources", None) or {}
         self.end_of_text, self.end_of_text_begins = end_of_text, end_of_text_begins
         self.max_position_embeddings, self.use_cache = max_position_embeddings, use_cache
         # transformers also calls the constructor without arguments
@@ -172,7 +171,7 @@ class CausalLM(PreTrainedModel, GenerationMixin):
             connection = partial(self.connection_class, **config.connection)
             attention = partial(self.attention_class, **config.attention)
             size, backbone = Size(**config.size), Backbone(**config.backbone)
-            decoder = Decoder(size, backbone, connection, attention, config.loops, config.kept_sources)
+            decoder = Decoder(size, backbone, connection, attention, config.loops)
             if decoder.embedding.weight.device.type != "meta":
                 initialize(decoder, torch.initial_seed(), size.init_std, backbone=backbone)
         decoder.end_of_text, decoder.end_of_text_begins = config.end_of_text, config.end_of_text_begins

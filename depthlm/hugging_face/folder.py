@@ -108,7 +108,6 @@ def causal_lm_config(model: Decoder, config: Config) -> DepthLMConfig:
         mechanism=config.model.name,
         connection=connection,
         attention=attention,
-        kept_sources=model.kept_sources,
         end_of_text=model.end_of_text,
         end_of_text_begins=model.end_of_text_begins,
         max_position_embeddings=config.training.sequence_length,

@@ -1,13 +1,12 @@
 """`python -m depthlm inspect`: figures of the model of a run, and of what the run recorded in training."""
 
-import hashlib
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,18 +20,15 @@ from depthlm.counts import Count
 from depthlm.data import DataError, Tokenizer, open_corpus
 from depthlm.errors import UserError
 from depthlm.fields import key
-from depthlm.files import replace_folder, replacing
-from depthlm.inspect.ablation import Mode, ablate
+from depthlm.files import replacing
+from depthlm.inspect.ablation import ablate
 from depthlm.inspect.collect import collect
 from depthlm.inspect.depth_mixing import depth_mixing, mixing_picture
 from depthlm.inspect.interventions import Batch
 from depthlm.inspect.picture import TOKENS, Array, Picture, token_names
-from depthlm.inspect.pruning import Pruned, make_pruned_folder, prune, write_pruned
 from depthlm.machine import environment
 from depthlm.model import Decoder
 from depthlm.run_directory import RunDirectory
-from depthlm.runs.checkpoints import WEIGHTS
-from depthlm.runs.manifest import Manifest
 from depthlm.runs.plots import grid, save, subplots
 from depthlm.runs.records import read_metrics
 
@@ -57,23 +53,13 @@ class Inspect:
 
     run: str = key(doc="run directory; its newest complete checkpoint is inspected")
     compare: list[str] | None = key(None, "other run directories, whose depth mixing matrices are drawn beside it")
-    to: str | None = key(
+    to: str | None = key(None, "folder for the figures; null: inspect/ in the run directory")
+    ablate: Literal["edges"] | None = key(
         None,
-        "folder for the figures; null: inspect/ in the run directory; prune: the new run, by default <run>-pruned<k>",
-    )
-    ablate: Mode | None = key(
-        None,
-        "instead of the figures, the change of the loss if the weights over depth change. edges: each one is 0 (of "
-        "streams, H_res is the identity); sources: each source is removed from all readers; tokens: each weight is its "
-        "mean over the tokens, or permuted over them",
+        "instead of the figures, the change of the loss if a weight over depth is 0, for each of them (of streams, if "
+        "H_res is the identity)",
     )
     renormalize: bool = key(True, "ablate: whether the other weights of a softmax are renormalized")
-    prune: int | None = key(
-        None,
-        "instead of the figures, keep the k most useful sources of each read, chosen greedily, and write the pruned "
-        "model as a new run",
-        minimum=1,
-    )
     tokens: Count = key(8192, "maximum number of tokens of the first validation set", minimum=1)
     text: str | None = key(None, "your own text, instead of the validation set")
     device: environment.Device = key("auto", "auto: the GPU, or the CPU if there is none")
@@ -91,8 +77,6 @@ def inspect_run(arguments: Inspect) -> Path:
     directory = Path(arguments.run)
     check_arguments(arguments)
     run = read_run(directory, arguments)
-    if arguments.prune is not None:
-        return prune_run(directory, arguments, run)
     model, config, batches, source = run.model, run.config, run.windows(), run.source
     folder = Path(arguments.to) if arguments.to is not None else RunDirectory(directory).inspection
     with writable(folder):
@@ -124,7 +108,6 @@ class Run(NamedTuple):
 
     model: Decoder
     config: Config
-    manifest: Manifest
     tokens: Tensor
     source: str
 
@@ -143,66 +126,32 @@ class Run(NamedTuple):
         inputs, targets = (windows(part.to(device), length) for part in (self.tokens[:-1], self.tokens[1:]))
         return list(zip(inputs, targets, strict=True))
 
-    def key(self) -> dict[str, str]:
-        """Return digests of the weights and the tokens, on which all losses depend."""
-        digest = hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()
-        return {"weights": self.manifest.files[WEIGHTS], "tokens": digest}
-
 
 def check_arguments(arguments: Inspect) -> None:
     """Raise UserError for keys that do not go together."""
-    if arguments.ablate is not None and arguments.prune is not None:
-        raise UserError(f"prune={arguments.prune}: does not go with ablate=; give one of them")
-    chosen = "ablate" if arguments.ablate is not None else "prune" if arguments.prune is not None else None
-    if chosen and arguments.compare:
-        raise UserError(f"compare=: does not go with {chosen}=; leave it out")
+    if arguments.ablate is not None and arguments.compare:
+        raise UserError("compare=: does not go with ablate=; leave it out")
     if arguments.ablate is None and not arguments.renormalize:
         raise UserError("renormalize=false: has an effect only with ablate=")
 
 
 def ablate_run(folder: Path, arguments: Inspect, run: Run) -> Path:
     """Write the pictures of an ablation. Raises UserError."""
-    assert arguments.ablate is not None
-    batches, name = run.batches(), f"ablation_{arguments.ablate}"
-    unfinished = folder / f"{name}.unfinished.json"
+    name = f"ablation_{arguments.ablate}.npz"
+    pictures, lines = ablate(run.model, run.batches(), arguments.renormalize)
     with writable(folder):
-        pictures, lines = ablate(run.model, batches, arguments.ablate, arguments.renormalize, unfinished, run.key())
-        write(folder, pictures, f"{name}.npz")
-        unfinished.unlink(missing_ok=True)
-    _show(folder, pictures, [f"{len(run.tokens):,} tokens of {run.source}", *lines], f"{name}.npz")
-    return folder
-
-
-def prune_run(directory: Path, arguments: Inspect, run: Run) -> Path:
-    """Write the run directory of the pruned model. Raises UserError."""
-    assert arguments.prune is not None
-    folder = make_pruned_folder(directory, arguments.to, arguments.prune)
-    unfinished = folder.with_name(f".{folder.name}.unfinished.json")
-    with writable(folder):
-        # fail before the forward passes, which may take minutes
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder.parent).close()
-        pruned: Pruned = prune(run.model, run.batches(), arguments.prune, unfinished, run.key())
-        pictures = [pruned.picture(run.model)]
-        with replace_folder(folder) as new:
-            write_pruned(directory, new, run.config, run.manifest, pruned.kept, folder)
-            RunDirectory(new).inspection.mkdir()
-            write(RunDirectory(new).inspection, pictures, "pruning.npz")
-        unfinished.unlink(missing_ok=True)
-    lines = [f"{len(run.tokens):,} tokens of {run.source}", *pruned.lines(), f"{folder}: the pruned run"]
-    _show(RunDirectory(folder).inspection, pictures, lines, "pruning.npz")
+        write(folder, pictures, name)
+    _show(folder, pictures, [f"{len(run.tokens):,} tokens of {run.source}", *lines], name)
     return folder
 
 
 def read_run(directory: Path, arguments: Inspect) -> Run:
     """Return a run's model and configuration, and the tokens on which it is inspected."""
-    model, config, manifest = load_checkpoint(
-        directory, environment.usable_device(arguments.device), arguments.trust or ()
-    )
+    model, config, _ = load_checkpoint(directory, environment.usable_device(arguments.device), arguments.trust or ())
     if arguments.text is None:
         check_reach(directory, config, arguments.trust or (), lambda name: name.startswith("data."))
     tokens, source = read_tokens(directory, config, arguments.text, arguments.tokens)
-    return Run(model, config, manifest, tokens, source)
+    return Run(model, config, tokens, source)
 
 
 def measure_matrix(model: Decoder, config: Config, batches: Sequence[Tensor], messages: list[str]) -> tuple[str, Array]:

@@ -20,15 +20,13 @@ from depthlm.model import Decoder, Observer
 from depthlm.model.attention.self_attention import DepthKV
 from depthlm.model.connection import State
 from depthlm.model.decoder import Prefix
-from depthlm.model.edges import Edges, Edit, Kept, Reader, align_axes, replace_weights
+from depthlm.model.edges import Edges, Edit, Reader, align_axes, replace_weights
 from depthlm.ops.moda.bank import Depth
 
 # inputs and targets, x_bt each
 Batch = tuple[Tensor, Tensor]
 # tokens per forward pass, over all copies of a batch
 PASS = 8192
-# of the permutation of tokens
-SEED = 0
 
 
 class Edge(NamedTuple):
@@ -42,16 +40,14 @@ class Edge(NamedTuple):
 class Reads:
     """The edges of a decoder, with means of their weights: an edit that records the weights and returns them.
 
-    edges: by reader. means: of the weights over batch and tokens, which have one entry. vary: whether weights differ
-    between tokens.
+    before: an edit that the weights have already. edges: by reader.
     """
 
-    def __init__(self, before: Edit | None) -> None:
+    def __init__(self, before: Edit | None = None) -> None:
         self.before = before
         self.edges: dict[Reader, Edges] = {}
         self.sums: dict[Reader, Tensor] = {}
         self.tokens: dict[Reader, int] = {}
-        self.vary = False
 
     def __call__(self, reader: Reader, weights: Tensor, edges: Edges) -> Tensor:
         """Record weights, and return them."""
@@ -61,7 +57,6 @@ class Reads:
         self.edges[reader] = edges
         self.sums[reader] = self.sums.get(reader, 0) + tokens * weights.double().mean(axes, keepdim=True)
         self.tokens[reader] = self.tokens.get(reader, 0) + tokens
-        self.vary |= bool((weights.amax(axes) > weights.amin(axes)).any())
         return weights
 
     def mean(self, reader: Reader) -> Tensor:
@@ -82,15 +77,14 @@ class Reads:
         return mean.cpu().numpy()
 
     def all_edges(self) -> list[Edge]:
-        """Return all edges, in the order of layers, but not those that a pruned model lacks."""
+        """Return all edges, in the order of layers."""
         ordered = sorted(self.edges, key=lambda reader: reader.layer)
-        present = self.before if isinstance(self.before, Kept) else Kept({})
         return [
             Edge(reader, panel, place)
             for reader in ordered
             for panel in range(len(self.weights_pn(reader)))
             for place, source in enumerate(self.edges[reader].sources)
-            if source >= 0 and present.keeps(reader, panel, source)
+            if source >= 0
         ]
 
     def source(self, edge: Edge) -> int:
@@ -101,8 +95,8 @@ class Reads:
 class Intervention:
     """Changes the weights of some edges: one set of edges for each copy of a batch.
 
-    how: zero; mean: over all tokens; permuted: over the tokens of a batch. renormalize: whether the other weights keep
-    the sum of a softmax if weights are set to zero.
+    how: zero; mean: over all tokens. renormalize: whether the other weights keep the sum of a softmax if weights are
+    set to zero.
     """
 
     def __init__(self, reads: Reads, sets: Sequence[Sequence[Edge]], how: str, renormalize: bool = True) -> None:
@@ -123,21 +117,8 @@ class Intervention:
                 kept_ipn[number, edge.panel, edge.place] = False
         rows = kept_ipn.repeat_interleave(weights.shape[batch] // len(self.sets), 0).to(weights.device)
         kept = align_axes(rows, ("batch", "panel", "source"), edges.axes)
-        other = None
-        if self.how == "mean":
-            other = self.reads.mean(reader).to(weights)
-        elif self.how == "permuted":
-            other = permute_tokens(weights, edges.axes, len(self.sets))
+        other = self.reads.mean(reader).to(weights) if self.how == "mean" else None
         return replace_weights(weights, edges._replace(normalized=edges.normalized and self.renormalize), kept, other)
-
-
-def permute_tokens(weights: Tensor, axes: Sequence[str], copies: int) -> Tensor:
-    """Return the weights with the tokens of all rows in another order, the same in every copy."""
-    places = axes.index("batch"), axes.index("token")
-    moved = weights.movedim(places, (0, 1))
-    tokens = moved.reshape(copies, -1, *moved.shape[2:])
-    order = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(SEED)).to(weights.device)
-    return tokens[:, order].reshape(moved.shape).movedim((0, 1), places)
 
 
 class Prefixes(Observer):
@@ -189,11 +170,11 @@ def prefixes(model: Decoder, batch: Batch, edit: Edit) -> dict[int, Prefix]:
 
 def record(model: Decoder, batches: Sequence[Batch]) -> tuple[Reads, Array]:
     """Return the edges of a decoder, and the summed loss of each batch without an intervention."""
-    reads = Reads(model.connections[0].edit)
+    reads = Reads()
     return reads, np.array([losses(model, batch, reads)[0] for batch in batches])
 
 
-def chunks(sets: Sequence[Sequence[Edge]], batch: Batch) -> Iterator[range]:
+def chunks(sets: Sequence[object], batch: Batch) -> Iterator[range]:
     """Yield which interventions share a pass."""
     size = max(1, PASS // batch[0].numel())
     for first in range(0, len(sets), size):

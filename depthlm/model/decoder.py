@@ -3,7 +3,7 @@
 Shapes: b batch, t tokens, d hidden size, v vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
@@ -17,7 +17,7 @@ from depthlm.model.attention import build_mixers
 from depthlm.model.attention.context import AttentionContext, Cache, KVCache, find_documents
 from depthlm.model.attention.self_attention import AttentionFactory, DepthKV, SelfAttention
 from depthlm.model.connection import Connection, ConnectionFactory, State
-from depthlm.model.edges import Edit, Kept, problems_of_kept
+from depthlm.model.edges import Edit
 from depthlm.model.experts import Mixture, Routing
 from depthlm.model.layer import UNOBSERVED, Layer, Observer
 from depthlm.model.layers import Embedding, Head, Norm, rope_tables
@@ -65,7 +65,6 @@ class Decoder(nn.Module):
 
     connection, attention: factories, called with (spec, size, backbone); attention for layers with keys and values.
     loops: the number of passes through the same layers. Each pass has its own connections.
-    kept_sources: of a pruned model, the sources that its reads keep (see `depthlm.model.edges.Kept`).
     activation_checkpointing: what the backward pass recomputes (see `recompute_layer`).
     kernels: the implementation of the operators over depth: auto, triton or torch (`depthlm.ops.backend`).
     fp32_residual: whether the residual stream, and the streams and sums of a mechanism, stay in fp32 under autocast;
@@ -86,7 +85,6 @@ class Decoder(nn.Module):
         connection: ConnectionFactory,
         attention: AttentionFactory,
         loops: int = 1,
-        kept_sources: Mapping[str, Sequence[Sequence[int]]] | None = None,
     ):
         super().__init__()
         self.size = size
@@ -122,11 +120,6 @@ class Decoder(nn.Module):
         self.layers = cast(Sequence[Layer], nn.ModuleList(layers))
         self.final_norm = Norm(size.hidden_size, backbone)
         self.head = Head(size, backbone)
-        self.kept_sources = dict(kept_sources or {})
-        if problems := problems_of_kept(self.kept_sources, depth):
-            raise ValueError("\n".join(problems))
-        if self.kept_sources:
-            self.edit_edges(Kept(self.kept_sources))
 
     def forward(
         self,

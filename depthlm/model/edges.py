@@ -4,13 +4,11 @@ Before it uses them, a mechanism passes the weights of a read to `edited` of its
 may change them: an intervention of `inspect`, or the mask of a pruned model. The other reads are not affected.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from depthlm.errors import UserError
 
 
 class Reader(NamedTuple):
@@ -92,50 +90,3 @@ def align_axes(x: Tensor, names: Sequence[str], axes: Sequence[str]) -> Tensor:
     names = [name for name in names if name in axes]
     x = x.squeeze(lacking).permute([names.index(axis) for axis in dict.fromkeys(axes) if axis in names])
     return x[tuple(slice(None) if axis in names else None for axis in axes)]
-
-
-class Kept:
-    """The edit of a pruned model: each read keeps some of its sources.
-
-    sources: the numbers of the sources by the name of the reader, for each of its inputs. A reader that is not in it
-        keeps all.
-    """
-
-    def __init__(self, sources: Mapping[str, Sequence[Sequence[int]]]) -> None:
-        self.sources = sources
-        # a copy from the host would make it wait for a GPU in every read
-        self.masks: dict[tuple[str, tuple[int, ...], torch.device], Tensor] = {}
-
-    def __call__(self, reader: Reader, weights: Tensor, edges: Edges) -> Tensor:
-        """Return the weights without those of other sources. Raises UserError if a source to keep does not exist."""
-        panels = self.sources.get(reader.name)
-        if panels is None:
-            return weights
-        inputs = weights.shape[edges.axes.index("panel")] if "panel" in edges.axes else 1
-        sources = [source for source in edges.sources if source >= 0]
-        if len(panels) != inputs or any({*panel} - {*sources} for panel in panels):
-            raise UserError(
-                f"model.kept_sources.{reader.name}={panels}: must be a list of sources for each of its inputs, "
-                f"{inputs} in number; its sources are {', '.join(map(str, sources))}"
-            )
-        key = reader.name, tuple(edges.sources), weights.device
-        if key not in self.masks:
-            rows = [[self.keeps(reader, panel, source) for source in edges.sources] for panel in range(len(panels))]
-            self.masks[key] = torch.tensor(rows, device=weights.device)
-        return replace_weights(weights, edges, align_axes(self.masks[key], ("panel", "source"), edges.axes))
-
-    def keeps(self, reader: Reader, panel: int, source: int) -> bool:
-        """Return whether an input of a reader keeps a source."""
-        panels = self.sources.get(reader.name)
-        return panels is None or source < 0 or source in panels[panel]
-
-
-def problems_of_kept(kept: Mapping[str, Sequence[Sequence[int]]], depth: int) -> list[str]:
-    """Return the mistakes in the sources that a decoder of `depth` unrolled layers keeps."""
-    kinds = ("attention", "mlp", "layer")
-    readers = {Reader(kind, layer).name for kind in kinds for layer in range(depth)} | {"final"}
-    return [
-        f"kept_sources.{name}: no such read; allowed: final, and attention_, mlp_ or layer_ and a number below {depth}"
-        for name in kept
-        if name not in readers
-    ]

@@ -26,7 +26,7 @@ MakeRun = Callable[..., Path]
 HARMLESS = {
     "name", "model.name", "backbone.name", "size.name", "size.paper", "data.name", "data.license", "optimizer.name",
     "budget.name", "data.subset", "data.revision", "data.split", "data.validation_split", "data.suffixes",
-    "data.text_field", "data.end_of_text", "model.kept_sources", "optimizer.settings",
+    "data.text_field", "data.end_of_text", "optimizer.settings",
     "training.activation_checkpointing", "training.sample", "parametrization.base_size", "differences", "code",
     # the user names the run directory, and a new one is beside it
     "output_dir",

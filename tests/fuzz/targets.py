@@ -28,7 +28,6 @@ from depthlm.files import read_json
 from depthlm.hugging_face import export
 from depthlm.hugging_face.card import introduction, version_of
 from depthlm.hugging_face.folder import check_folder
-from depthlm.inspect.ablation import Finished
 from depthlm.inspect.command import expert_picture
 from depthlm.pretrained.folder import load_weights, read_pretrained
 from depthlm.runs.checkpoints import missing_part, newest_checkpoint
@@ -125,9 +124,6 @@ def of_run(run: Path, overrides: list[str]) -> list[Target]:
         recorded = read_json(run / "environment.json")
         return progress_of(read_run(run)).texts(), introduction(load_config(run), recorded), version_of(recorded)
 
-    unfinished = run / "unfinished.json"
-    Finished(unfinished, {"key": 1}, (1, 2, 3)).save()
-
     def configuration(_: Path) -> Any:
         list_runs(run.parent)
         config = load_config(run)
@@ -144,7 +140,6 @@ def of_run(run: Path, overrides: list[str]) -> list[Target]:
         Target("experts.jsonl", run / "experts.jsonl", expert_rows, False, ((*python, "inspect", f"run={run}"),)),
         Target("summary.json", run / "summary.json", summary, False, (*loading, *resuming)),
         Target("environment.json", run / "environment.json", environment, False, loading[1:]),
-        Target("unfinished.json", unfinished, lambda file: Finished(file, {"key": 1}, (1, 2, 3)).sums.shape, True),
         Target("evaluation.json", run / "evaluation.json", records, False, resuming[1:]),
         Target("failure.json", run / "failure.json", records, False, loading[1:]),
         Target("tokenizer.json", run / "tokenizer.json", decoded, False, loading[:1]),

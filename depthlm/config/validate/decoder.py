@@ -123,7 +123,7 @@ def check_mechanism(config: Config) -> list[str]:
         ("model.connection", connection, connected),
         ("model.attention", attention, attending),
     ]
-    errors = check_kept_sources(config.model, depth)
+    errors: list[str] = []
     with torch.device("meta"):
         for name, make, specs in parts:
             for spec in specs:
@@ -157,7 +157,7 @@ def check_parametrization(config: Config) -> list[str]:
         )
     assert isinstance(base, Size)
     narrow = replace(base, num_layers=config.size.num_layers)
-    at_base = replace(config, size=narrow, model=replace(config.model, kept_sources={}))
+    at_base = replace(config, size=narrow)
     errors += [f"parametrization.base_size={base.name}: {line}" for line in check_mechanism(at_base)]
     return errors or _check_depth(config, base)
 
@@ -183,16 +183,6 @@ def _check_depth(config: Config, base: Size) -> list[str]:
     except ValueError as error:
         return [f"{shown}{line}; parametrization=mup needs no depth" for line in str(error).splitlines()]
     return []
-
-
-def check_kept_sources(model: Model, depth: int) -> list[str]:
-    """Return the mistakes in `model.kept_sources`. depth: the number of unrolled layers."""
-    from depthlm.model.edges import problems_of_kept
-
-    classes: list[Any] = [get_class(settings["_target_"]) for settings in (model.connection, model.attention)]
-    if model.kept_sources and not any(named.has_edges for named in classes):
-        return [f"model.kept_sources: model={model.name} has no sources of which its reads could keep some"]
-    return [f"model.{problem}" for problem in problems_of_kept(model.kept_sources, depth)]
 
 
 def check_shape(config: Config) -> list[str]:

@@ -128,7 +128,7 @@ def needs_repartition(path: Path, manifest: Manifest, config: Config, plan: Plan
     """
     if not any(name.startswith(f"{STATE}/") for name in manifest.files):
         raise UserError(
-            f"{path} has weights, but no state of the optimizer, since `inspect prune=` wrote it; start a new run with "
+            f"{path} has weights, but no state of the optimizer; start a new run with "
             f"them: init_from={path.parent.parent} output_dir=..."
         )
     saved, stage = manifest.stage, config.deepspeed.stage

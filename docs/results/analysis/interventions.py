@@ -22,11 +22,11 @@ from depthlm.errors import UserError
 from depthlm.inspect.ablation import ablate
 from depthlm.inspect.command import Run, read_tokens
 from depthlm.inspect.interventions import Batch, Intervention, losses, record
-from depthlm.inspect.pruning import prune
 from depthlm.model import Decoder
-from depthlm.model.edges import Edit, Kept
+from depthlm.model.edges import Edit
 from depthlm.runs.checkpoints import newest_checkpoint
 from docs.results.analysis.archive import ARCHIVE, lines_of, points_of, write_lines
+from docs.results.analysis.pruning import Kept, prune
 
 NAME = "interventions"
 TOKENS, MEASURED = 8192, 65_536
@@ -52,11 +52,9 @@ def main() -> None:
 
 def of_run(directory: Path) -> dict[str, Any]:
     """Return the results of the interventions on the model of a run directory."""
-    model, config, manifest = load_checkpoint(directory)
+    model, config, _ = load_checkpoint(directory)
     tokens, source = read_tokens(directory, config, None, TOKENS + MEASURED)
-    return of_model(
-        model, *(Run(model, config, manifest, part, source).batches() for part in tokens.split([TOKENS, MEASURED]))
-    )
+    return of_model(model, *(Run(model, config, part, source).batches() for part in tokens.split([TOKENS, MEASURED])))
 
 
 def of_model(model: Decoder, chosen: Sequence[Batch], measured: Sequence[Batch]) -> dict[str, Any]:
@@ -66,7 +64,7 @@ def of_model(model: Decoder, chosen: Sequence[Batch], measured: Sequence[Batch])
     """
     result: dict[str, Any] = {"loss": mean_loss(model, measured)}
     try:
-        ((picture, *_), _) = ablate(model, chosen, "edges")
+        ((picture, *_), _) = ablate(model, chosen)
     except UserError:
         # no weights over depth
         return result
@@ -80,7 +78,7 @@ def of_model(model: Decoder, chosen: Sequence[Batch], measured: Sequence[Batch])
     result["means"] = mean_loss(model, measured, Intervention(reads, [reads.all_edges()], "mean"))
     for k in KEPT:
         if sources.max() > k:
-            result[f"kept {k}"] = mean_loss(model, measured, Kept(prune(model, chosen, k).kept))
+            result[f"kept {k}"] = mean_loss(model, measured, Kept(prune(model, chosen, k)))
     return result
 
 
