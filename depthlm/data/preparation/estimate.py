@@ -16,7 +16,7 @@ from depthlm.data.token_files import quota, token_folder, vocab_size
 from depthlm.errors import DataError
 from depthlm.machine import environment
 
-# Bytes of text that one core tokenises per second with a BPE of 50 000 tokens (benchmarks/data.py).
+# Bytes of text that one core tokenises per second with a BPE of 50 000 tokens.
 BYTES_PER_CORE_SECOND = 2e6
 
 # A lower bound of the bytes of text per token: English has 4.4 with such a BPE, code has 3 with a small one.
