@@ -3,7 +3,7 @@
 from depthlm.config.compose import compose, compose_anywhere, mechanisms, resolve_and_check
 from depthlm.config.errors import ConfigError
 from depthlm.config.from_run import changes, run_of
-from depthlm.config.reproduce import prepare_command
+from depthlm.config.protocol import prepare_command
 from depthlm.config.schema import Config, run_steps, warmup_steps
 
 __all__ = [

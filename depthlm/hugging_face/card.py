@@ -13,7 +13,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from depthlm.accounting import count_parameters
 from depthlm.config import Config
 from depthlm.config.hydra_context import comment, mechanism_option
-from depthlm.config.reproduce import protocol_texts, train_overrides
+from depthlm.config.protocol import protocol_texts
 from depthlm.config.validate.explain import option_file
 from depthlm.counts import count_text
 from depthlm.errors import UserError
@@ -77,7 +77,6 @@ def write_card(
         protocol(config, results, environment),
         losses(config, results, has_curve=(folder / CURVE).exists()),
         loading_code(name, native),
-        reproduction(config, version_of(environment)),
         licenses(config, native, license),
     ]
     head = metadata(config, results, license).to_yaml()
@@ -211,6 +210,8 @@ def protocol(config: Config, results: Results, environment: Mapping[str, Any]) -
     rows["tokens"] = f"{trained:,}"
     names = ("steps", "batch", "optimizer", "peak learning rate", "parametrization", "schedule", "precision")
     rows |= {name: texts[name] for name in names if name in texts} | {"seed": f"{config.seed}"}
+    if version := version_of(environment):
+        rows["trained with"] = version
     if environment.get("device"):
         ranks = finite(environment.get("world_size")) or 1
         rows["device"] = str(environment["device"]) + (f", {ranks:g} ranks" if ranks > 1 else "")
@@ -253,17 +254,6 @@ def loading_code(name: str, native: bool) -> str:
         "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=20)[0], skip_special_tokens=True))\n"
         f"```\n\nThis needs PyTorch and transformers 5, but not depthlm.{code}"
     )
-
-
-def reproduction(config: Config, version: str) -> str:
-    """Return the command that trains this model; empty where overrides cannot express its configuration."""
-    overrides = train_overrides(config)
-    if overrides is None:
-        return ""
-    command = " \\\n    ".join(["depthlm train", *overrides])
-    used = f" It was trained with {version}." if version else ""
-    note = " Replace `/path/to` with your own folder." if "/path/to/" in command else ""
-    return f"## Reproduce\n\nThis command has the configuration of this model.{used}{note}\n\n```sh\n{command}\n```"
 
 
 def licenses(config: Config, native: bool, license: str | None) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from depthlm.config.errors import join_names
 from depthlm.config.keys import flatten, in_protocol
-from depthlm.config.reproduce import protocol_texts
+from depthlm.config.protocol import protocol_texts
 from depthlm.config.schema import Config
 from depthlm.counts import duration_text
 from depthlm.locations import command

@@ -1,6 +1,6 @@
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,28 +38,17 @@ def awaken(model: Decoder, config: Config) -> Decoder:
 
 
 @cache
-def composed(overrides: tuple[str, ...], config_dir: str | None, with_hydra: bool) -> Config:
+def composed(overrides: tuple[str, ...], config_dir: str | None) -> Config:
     """Return the configuration of a small decoder with these overrides, composed once for all tests."""
     settings = [*SHAPE, "data=local", "training.sequence_length=32", "training.max_steps=1", *overrides]
-    if with_hydra or config_dir is not None:
+    if config_dir is not None:
         return compose_anywhere(settings, config_dir)
     return with_derived(configuration(*settings), set(), settings)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_command_in_the_card() -> Iterator[None]:
-    """Export without the command that trains the model, which few tests read: its shortest form takes a second."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("depthlm.hugging_face.card.train_overrides", lambda _: None)
-        yield
-
-
-def write_run(directory: Path, *overrides: str, config_dir: str | None = None, with_hydra: bool = False) -> Path:
-    """Write a run directory with one checkpoint of a small decoder, as training would, without training.
-
-    with_hydra: compose as training does, with the differences of the run.
-    """
-    config = dataclasses.replace(composed(overrides, config_dir, with_hydra), output_dir=str(directory))
+def write_run(directory: Path, *overrides: str, config_dir: str | None = None) -> Path:
+    """Write a run directory with one checkpoint of a small decoder, as training would, without training."""
+    config = dataclasses.replace(composed(overrides, config_dir), output_dir=str(directory))
     checkpoint = RunDirectory(directory).checkpoint(1)
     checkpoint.mkdir(parents=True)
     model = awaken(depthlm.build_model(config), config)

@@ -11,7 +11,7 @@ from depthlm.accounting import count_parameters
 from depthlm.accounting.cost import long_run_remark
 from depthlm.accounting.memory import Memory
 from depthlm.config import Config
-from depthlm.config.reproduce import MASKS
+from depthlm.config.protocol import MASKS
 from depthlm.config.saved import targets
 from depthlm.config.validate.decoder import reads_across_layers
 from depthlm.counts import count_text, duration_text, format_count, gib_text

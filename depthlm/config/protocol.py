@@ -1,30 +1,18 @@
-"""A configuration for its readers.
-
-It is given as the protocol in words, the overrides that compose it, and the command that prepares its data.
-"""
+"""A configuration for its readers: the protocol in words, and the command that prepares its data."""
 
 import shlex
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from depthlm.config.compose import compose_anywhere
-from depthlm.config.from_run import direct_overrides
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf, value_text
-from depthlm.config.saved import compare
 from depthlm.config.schema import Config, run_steps
 from depthlm.counts import count_text, parse_count
-from depthlm.errors import UserError
 from depthlm.locations import CONF, command
 from depthlm.model.shape import Size
 from depthlm.optimizers import Optimizer
 
-# where files are, and what is computed
-IGNORED = ("data.path", "model.name")
 # values of data.document_mask
 MASKS = {True: "attention inside documents", "bos": "attention inside documents that begin with the end-of-text token"}
 # keys that do not affect the preparation
@@ -80,21 +68,6 @@ def _of_groups(optimizer: Optimizer, name: str, default: float | None) -> str:
     return f" ({', '.join(texts)})" if texts else ""
 
 
-def train_overrides(config: Config) -> list[str] | None:
-    """Return the overrides that compose a resolved configuration, as words for a shell; None if they do not.
-
-    Of an absolute path only the last name is given, since it may be private: /home/me/text becomes /path/to/text.
-    """
-    chosen = direct_overrides(config) | {"precision": config.precision.name}
-    try:
-        again = compose_anywhere(_overrides(chosen))
-    except (UserError, HydraException, OmegaConfBaseException, ValueError):
-        return None
-    if any(name not in IGNORED for name in compare(asdict(config), asdict(again))):
-        return None
-    return [shlex.quote(text) for text in _overrides({name: _public(value) for name, value in chosen.items()})]
-
-
 def prepare_command(config: Config) -> str:
     """Return the command that prepares `data=<name>`, with every setting that differs from conf/data/<name>.yaml."""
     name = config.data.name
@@ -104,15 +77,6 @@ def prepare_command(config: Config) -> str:
     return " ".join(
         [command("data/prepare.py", "prepare"), *chosen, *_list_differing("data", asdict(config.data), defaults)]
     )
-
-
-def _overrides(values: dict[str, Any]) -> list[str]:
-    return [f"{name}={value_text(name, value)}" for name, value in values.items()]
-
-
-def _public(value: Any) -> Any:
-    is_private = isinstance(value, str) and Path(value).is_absolute()
-    return f"/path/to/{Path(value).name}" if is_private else value
 
 
 def _list_differing(prefix: str, values: dict[str, Any], defaults: Any) -> list[str]:
