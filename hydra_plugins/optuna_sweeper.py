@@ -6,10 +6,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep, Transformer
 from hydra.core.plugins import Plugins
@@ -30,7 +28,6 @@ from depthlm.config.names import by_name, normal_value
 from depthlm.counts import format_count
 from depthlm.errors import UserError
 from depthlm.fields import key
-from depthlm.files import replace_text
 from depthlm.locations import install_command
 from depthlm.runs.records import read_run
 
@@ -60,13 +57,12 @@ class OptunaSweeper(Sweeper):
         """Create the launcher that the command line selects."""
         self.config_dir = config_dir_of(config.hydra)
         self.parser = OverridesParser.create(config_loader=hydra_context.config_loader)
-        self.results = Path(config.hydra.sweep.dir, "optimization_results.yaml")
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
     def sweep(self, arguments: list[str]) -> None:
-        """Train the trials and write the best one. Exits with code 1 if too many of them fail, or none has a loss."""
+        """Train the trials and print the best one. Exits with code 1 if too many of them fail, or none has a loss."""
         exit_on_mistake("train.py", lambda: self._tune(arguments))
 
     def _tune(self, arguments: Sequence[str]) -> None:
@@ -83,7 +79,6 @@ class OptunaSweeper(Sweeper):
         )
         from optuna.trial import TrialState
 
-        best = None
         interrupted = [trial for trial in study.trials if not trial.state.is_finished() and {*trial.params} == {*axes}]
         for first in range(0, options.n_trials, options.n_jobs):
             batch = range(first, min(first + options.n_jobs, options.n_trials))
@@ -101,25 +96,13 @@ class OptunaSweeper(Sweeper):
                 state = unmeasured if loss is None else TrialState.COMPLETE
                 study.tell(trial.number, loss, state)
                 failed += state == TrialState.FAIL
-            best = self._write_best(study)
             if failed > options.max_failure_rate * len(points):
                 sys.exit(f"train.py: {failed} of {len(points)} trials failed, beyond hydra.sweeper.max_failure_rate=")
-        if best is None:
+        if not study.get_trials(states=[TrialState.COMPLETE]):
             sys.exit("train.py: no trial has a finite loss")
+        best = study.best_trial
         trials_text, settings = format_count(len(study.trials), "trial"), " ".join(_settings(best.params))
         print(f"{trials_text}; the best loss is {best.value:.4f} with {settings}")
-
-    def _write_best(self, study: Any) -> Any:
-        """Write the best trial of a study to the file of results, and return it; None if no trial has a finite loss."""
-        from optuna.trial import TrialState
-
-        if not study.get_trials(states=[TrialState.COMPLETE]):
-            self.results.unlink(missing_ok=True)
-            return None
-        best = study.best_trial
-        results = {"name": "optuna", "study": study.study_name, "best_params": best.params, "best_value": best.value}
-        replace_text(self.results, yaml.safe_dump(results, sort_keys=False))
-        return best
 
     def _read_axes(self, overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         """Return the overrides that all trials share, and the distribution of each setting that is tuned.

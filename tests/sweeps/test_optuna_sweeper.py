@@ -1,11 +1,9 @@
 """A study that is opened again resumes, a run that diverged does not end it, and mistakes end with exit code 2."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from hydra_plugins.optuna_sweeper import OptunaSweeper
@@ -29,7 +27,7 @@ def sweep(launcher: Any, *overrides: str, **options: Any) -> int | str | None:
     """Return what a sweep exits with."""
     sweeper = OptunaSweeper(**OPTIONS | options)
     sweeper.config_dir, sweeper.launcher = None, launcher
-    sweeper.parser, sweeper.results = OverridesParser.create(), Path("results.yaml")
+    sweeper.parser = OverridesParser.create()
     try:
         sweeper.sweep(["size=micro", *overrides])
     except SystemExit as exit:
@@ -52,13 +50,6 @@ def test_the_same_command_adds_trials_and_keeps_the_best(capsys):
     rates = first.rates + second.rates
     assert len({*rates}) == 8
     best = min(rates, key=distance)
-    results = yaml.safe_load(Path("results.yaml").read_text())
-    assert results == {
-        "name": "optuna",
-        "study": optuna.get_all_study_names(OPTIONS["storage"])[0],
-        "best_params": {"optimizer.lr": best},
-        "best_value": distance(best),
-    }
     assert f"8 trials; the best loss is {distance(best):.4f} with optimizer.lr={best}" in capsys.readouterr().out
 
 
@@ -66,7 +57,6 @@ def test_a_trial_that_was_interrupted_comes_first():
     killed, again = Launcher(distance, limit=2), Launcher(distance)
     with pytest.raises(KeyboardInterrupt):
         sweep(killed)
-    assert yaml.safe_load(Path("results.yaml").read_text())["best_value"] == min(map(distance, killed.rates[:2]))
     assert states() == ["COMPLETE", "COMPLETE", "RUNNING"]
     assert sweep(again) == 0
     assert again.rates[0] == killed.rates[-1]
@@ -89,7 +79,6 @@ def test_runs_that_failed_end_the_sweep_and_without_a_finite_loss_there_is_no_be
     assert "train.py: " in str(sweep(Launcher(lambda _: "ZeroDivisionError: on purpose")))
     assert states() == ["FAIL"]
     assert "no trial has a finite loss" in str(sweep(Launcher(lambda rate: "DivergedError: inf")))
-    assert not Path("results.yaml").exists()
 
 
 @pytest.mark.parametrize(
