@@ -1,4 +1,4 @@
-"""A Hugging Face hub on 127.0.0.1 that serves folders, and accepts uploads if a test wants that.
+"""A Hugging Face hub on 127.0.0.1 that serves folders.
 
 It has the part of the HTTP API that the libraries use.
 """
@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from .fake_uploads import Uploads
-
 
 class FakeHub(str):
     """The url, for HF_ENDPOINT.
@@ -23,7 +21,7 @@ class FakeHub(str):
     Attributes: requests, "METHOD path" of each request so far; drops, by file name, the numbers of bytes that the next
     downloads send before the connection is cut; gated, repositories that list their files but refuse to serve them;
     page, the number of entries per page of a listing; nulls, repositories and verbs of the API that are answered with
-    null; uploads, None where nothing may be uploaded.
+    null.
     """
 
     def __init__(self, url: str) -> None:
@@ -32,7 +30,6 @@ class FakeHub(str):
         self.gated: set[str] = set()
         self.page = 1000
         self.nulls: set[tuple[str, str]] = set()
-        self.uploads: Uploads | None = None
         self._branches: dict[tuple[str, str], str] = {}
         self._commits: dict[tuple[str, str], Path] = {}
 
@@ -112,16 +109,9 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._fail(404, "")
 
-    def do_PUT(self) -> None:
-        self.do_POST()
-
     def do_POST(self) -> None:
         self.hub.requests.append(f"{self.command} {unquote(self.path)}")
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.hub.uploads is not None:
-            answer = self.hub.uploads.answer(self.command, unquote(self.path), self.headers["Authorization"], body)
-            if answer is not None:
-                return self._json(answer[1], status=answer[0])
         form = parse_qs(body.decode())
         parts = [unquote(part) for part in self.path.strip("/").split("/")]
         repo = ("datasets/" if parts[1] == "datasets" else "") + "/".join(parts[2:4])
@@ -145,8 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(None)
         elif verb == "revision":
             siblings = [{"rfilename": e["path"]} for e in _tree(folder, folder, recursive=True) if e["type"] == "file"]
-            private = self.hub.uploads is not None and repo in self.hub.uploads.private
-            about = {"id": repo.removeprefix("datasets/"), "sha": sha, "private": private, "siblings": siblings}
+            about = {"id": repo.removeprefix("datasets/"), "sha": sha, "private": False, "siblings": siblings}
             self._json(about)
         elif verb == "tree":
             below = folder / "/".join(rest[2:])

@@ -20,8 +20,6 @@ def export(
     trust: Sequence[str] = (),
     *,
     license: str | None = None,
-    push_to: str | None = None,
-    private: bool | None = None,
 ) -> "Export":
     """Export the newest valid checkpoint of a run as a folder that AutoModelForCausalLM loads, with a model card.
 
@@ -29,10 +27,8 @@ def export(
     and loading it needs `trust_remote_code=True`. The folder appears in one step, and replaces an earlier export.
 
     to: the folder; None: `export` in the run directory. trust: modules whose mechanisms may be built and copied, as in
-    `depthlm.load`. license: of the weights, as the hub names it, for the card. push_to: the repository of the hub, as
-    owner/name, to which the folder is pushed. private: whether a new repository is private; None: the default of its
-    owner. Raises UserError for a run without a checkpoint, a folder that contains other files or cannot be written, a
-    mechanism that cannot be copied, and what the hub refuses; what was exported before it remains.
+    `depthlm.load`. license: of the weights, as the hub names it, for the card. Raises UserError for a run without a
+    checkpoint, a folder that contains other files or cannot be written, and a mechanism that cannot be copied.
     """
     try:
         import transformers  # noqa: F401
@@ -40,17 +36,9 @@ def export(
         raise UserError(f"transformers is not installed; {install_command('evaluation')}") from None
     from depthlm.hugging_face.card import check_license
     from depthlm.hugging_face.folder import export as write
-    from depthlm.hugging_face.hub import check_push, push
 
     check_license(license)
-    if push_to is not None:
-        check_push(push_to)
-    elif private is not None:
-        raise UserError("private=: has an effect only with push_to=; give push_to=, or leave it out")
-    written = write(run, to, trust, license=license, repository=push_to)
-    if push_to is not None:
-        written = written._replace(page=push(written.folder, push_to, private))
-    return written
+    return write(run, to, trust, license=license)
 
 
 __all__ = ["export"]

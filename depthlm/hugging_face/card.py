@@ -59,12 +59,12 @@ def check_license(license: str | None) -> None:
 
 
 def write_card(
-    folder: Path, run: Path, model: Decoder, config: Config, step: int, *, native: bool, name: str, license: str | None
+    folder: Path, run: Path, model: Decoder, config: Config, step: int, *, native: bool, license: str | None
 ) -> None:
     """Write README.md, and loss.png if the run logged losses, into the folder of an export.
 
-    step: of the exported checkpoint. native: whether the model is part of transformers. name: the argument of
-    `from_pretrained`. license: of the weights, as the hub names it; None: not stated. Raises OSError.
+    step: of the exported checkpoint. native: whether the model is part of transformers. license: of the weights, as the
+    hub names it; None: not stated. Raises OSError.
     """
     record, environment = read_run(run), read_json(RunDirectory(run).environment)
     results = results_at(record, step)
@@ -76,7 +76,7 @@ def write_card(
         architecture(model, config),
         protocol(config, results, environment),
         losses(config, results, has_curve=(folder / CURVE).exists()),
-        loading_code(name, native),
+        loading_code(native),
         licenses(config, native, license),
     ]
     head = metadata(config, results, license).to_yaml()
@@ -242,14 +242,14 @@ def losses(config: Config, results: Results, has_curve: bool) -> str:
     return f"## Losses\n\n{table(head[:width], [row[:width] for row in rows])}\n\n{' '.join(notes)}{picture}"
 
 
-def loading_code(name: str, native: bool) -> str:
+def loading_code(native: bool) -> str:
     """Return the code that loads the model and generates text."""
     remote = "" if native else ", trust_remote_code=True"
     code = "" if native else " `trust_remote_code=True` runs the Python files beside this card."
     return (
         "## Load\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{name}"{remote})\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}"{remote})\n'
+        f'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"{remote})\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder"{remote})\n'
         'prompt = tokenizer("The depth of", return_tensors="pt")\n'
         "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=20)[0], skip_special_tokens=True))\n"
         f"```\n\nThis needs PyTorch and transformers 5, but not depthlm.{code}"

@@ -39,7 +39,7 @@ WEIGHTS, ABOUT = "model.safetensors", "depthlm.json"
 class Export(NamedTuple):
     """An export: its folder, the size of each file in bytes, the number of parameters, and the type of the model.
 
-    native: whether the model type is part of transformers. page: the address of the model on the hub, if it was pushed.
+    native: whether the model type is part of transformers.
     """
 
     folder: Path
@@ -47,7 +47,6 @@ class Export(NamedTuple):
     parameters: int
     model_type: str
     native: bool
-    page: str | None = None
 
 
 def export(
@@ -56,9 +55,8 @@ def export(
     trust: Sequence[str] = (),
     *,
     license: str | None = None,
-    repository: str | None = None,
 ) -> Export:
-    """Write the folder of an export, as `depthlm.hugging_face.export` does. repository: of the hub, for the card."""
+    """Write the folder of an export, as `depthlm.hugging_face.export` does."""
     folder = RunDirectory(Path(run)).export if to is None else Path(to)
     check_folder(folder)
     model, config, manifest = load_checkpoint(run, trust=trust)
@@ -79,7 +77,6 @@ def export(
                 config,
                 manifest.step,
                 native=native is not None,
-                name=repository or "path/to/this/folder",
                 license=license,
             )
             names = sorted(file.name for file in new.iterdir())

@@ -4,10 +4,12 @@ import json
 import math
 from pathlib import Path
 
+import pytest
 from huggingface_hub import ModelCard
 from matplotlib.image import imread
 
 import depthlm
+from depthlm.errors import UserError
 from depthlm.hugging_face import export
 
 ROWS = [
@@ -76,3 +78,10 @@ def test_a_corpus_of_the_hub_is_named_and_no_path_of_this_machine_is(make_run):
     assert "started from other weights and trained on" in card.text
     assert "/home" not in card.content
     assert "/srv" not in card.content
+
+
+def test_a_license_that_the_hub_cannot_have_is_refused_with_the_nearest_one(make_run):
+    run = make_run()
+    with pytest.raises(UserError, match=r"license=MIT: must be an identifier of the hub.*; did you mean `mit`\?"):
+        export(run, license="MIT")
+    assert not (run / "export").exists()
