@@ -53,7 +53,6 @@ def summary(arguments: list[str], program: str) -> None:
     parser = argparse.ArgumentParser(prog=program, description=summary.__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
     parser.add_argument("--gpus", type=int, default=8, help="number of GPUs that ZeRO shards over (default 8)")
-    parser.add_argument("-m", "--multirun", action="store_true", help="print a line for each point of a sweep")
     parser.add_argument("--config-dir", help="a folder of configuration files in addition to conf/")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--overhead", action="store_true", help="print what every mechanism adds to vanilla instead")
@@ -83,16 +82,12 @@ def summary(arguments: list[str], program: str) -> None:
     from depthlm.accounting.pipeline import print_pipeline
     from depthlm.accounting.summary import print_summary
     from depthlm.config import compose_anywhere
-    from depthlm.sweeps.costs import print_costs
-    from depthlm.sweeps.points import is_axis
 
     common = parsed.overrides, parsed.config_dir, parsed.json
     if parsed.overhead:
         print_overhead(*common, two_phase=parsed.io == "two_phase", chunk=parsed.chunk or PREFILL_CHUNK)
     elif parsed.pipeline:
         print_pipeline(parsed.pipeline, *common)
-    elif parsed.multirun or any(map(is_axis, parsed.overrides)):
-        print_costs(parsed.overrides, parsed.config_dir, parsed.json)
     else:
         print_summary(compose_anywhere(parsed.overrides, parsed.config_dir), parsed.gpus, parsed.json)
 

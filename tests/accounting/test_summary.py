@@ -16,7 +16,6 @@ from depthlm.accounting.summary import print_summary, summarize
 from depthlm.config import compose_anywhere
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
-from depthlm.runs.progress import hours_text
 
 from ..options import configuration
 
@@ -49,21 +48,6 @@ def test_gpu_hours_follow_from_the_flops_and_the_stated_assumption(capsys):
     assert "zero3" in printed
     assert re.search(r"GPU hours .* on 4\) on H100 GPUs at 39.9% of their 989 TFLOP/s, as vanilla reached", printed)
     assert f"run, cost ${3 * hours:.2f} at $3.00 per GPU hour" in printed
-
-
-def test_a_sweep_has_a_line_per_point_and_the_total(monkeypatch, capsys):
-    length = ["training.max_tokens=100B", "price=2"]
-    run(monkeypatch, "summary", *SMALL, "model=mudd,vanilla", *length, "--json")
-    costs = json.loads(capsys.readouterr().out)
-    single = summarize(compose_anywhere([*SMALL, "model=mudd", *length]), 1)
-    for name in ("gpu_hours", "tokens", "steps", "flops_per_token"):
-        assert costs[0][name] == single[name]
-    total = 2 * sum(cost["gpu_hours"] for cost in costs)
-    run(monkeypatch, "summary", "-m", *SMALL, "model=vanilla,mudd", "seed=1,2", *length)
-    printed = re.sub(r"\s+", " ", capsys.readouterr().out)
-    assert "vanilla, seed 2" in printed
-    assert f"4 points: {hours_text(total)} GPU hours, ${2 * total:,.2f} at $2.00 per GPU hour" in printed
-    assert "at vanilla's: mudd" in printed
 
 
 def test_hours_assume_what_a_gpu_reached():
