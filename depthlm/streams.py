@@ -1,6 +1,5 @@
 """The standard streams of a command: opening them, escaping text for them, and writing without errors."""
 
-import locale
 import logging
 import os
 import re
@@ -19,18 +18,13 @@ def printable(text: str) -> str:
 
 
 def prepare_streams() -> None:
-    """Open the standard streams that are closed, and use UTF-8 for all text; may start the process again for it.
+    """Open the standard streams that are closed.
 
     A file that is opened later would otherwise take the number of a closed stream, and receive what libraries print.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None and os.open(os.devnull, os.O_RDWR) == number:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8"))
-    if locale.getpreferredencoding(False).lower().replace("-", "") != "utf8":
-        # the terminal keeps its encoding
-        os.environ.setdefault("PYTHONIOENCODING", f"{sys.stdout.encoding}:backslashreplace")
-        os.environ["PYTHONUTF8"] = "1"
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 class LossyStream:

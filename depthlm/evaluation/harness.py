@@ -3,13 +3,11 @@
 import contextlib
 import functools
 import logging
-import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from depthlm.config import Config
 from depthlm.config.errors import nearest
@@ -165,32 +163,11 @@ def run_job(lm: Any, job: Job, manager: Any, limit: int | None) -> dict[str, flo
             # a task that forbids examples says 0
             task.set_config(key="num_fewshot", value=job.shots)
         task.set_fewshot_seed(seed=SEED)
-    with exits_as_errors():
-        output = evaluate(lm=lm, task_dict=loaded, limit=limit, bootstrap_iters=0)
+    output = evaluate(lm=lm, task_dict=loaded, limit=limit, bootstrap_iters=0)
     metrics = _metrics(output, job.task)
     if job.metric is not None:
         return {job.key: metrics[job.metric]}
     return {f"{job.key}/{metric}": value for metric, value in metrics.items()}
-
-
-@contextlib.contextmanager
-def exits_as_errors() -> Iterator[None]:
-    """Let `os._exit` raise RuntimeError: code of a task would end the process without a message.
-
-    Our own code may exit, as the watchdog does, and so may processes that a task starts.
-    """
-    exit_process, process = os._exit, os.getpid()
-
-    def exit_or_raise(status: int) -> NoReturn:
-        if os.getpid() == process and not sys._getframe(1).f_globals["__name__"].startswith("depthlm."):
-            raise RuntimeError(f"it called os._exit({status})")
-        exit_process(status)
-
-    os._exit = exit_or_raise
-    try:
-        yield
-    finally:
-        os._exit = exit_process
 
 
 def check_datasets(manager: Any, jobs: Sequence[Job], remedy: str = WITHOUT_HUB) -> None:

@@ -37,15 +37,6 @@ ENDED = {
     "TIMEOUT",
 }
 NOT_BEGUN = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
-# why a job is pending (https://slurm.schedmd.com/job_reason_codes.html): what it asks for is not allowed, so that no
-# wait helps. Limits of an account, a QOS or a user over all their jobs are not among them: other jobs may end
-PERMANENT = re.compile(
-    r"(Assoc|QOS)Max\w*Per(Job|Node)\w*|QOSMin\w+|QOSNotAllowed|QOSTimeLimit|Partition(Config|NodeLimit|TimeLimit)|"
-    r"MaxMemPerLimit|BadConstraints|AccountNotAllowed|Invalid(Account|QOS)|Reservation(Deleted|Invalid)|DeadLine|"
-    r"DependencyNeverSatisfied"
-)
-# limits on the number of running jobs
-RUNNING_JOBS = re.compile(r"(Assoc|QOS)(Max|Grp)Jobs\w*")
 
 
 @dataclass
@@ -164,21 +155,9 @@ def queued_points(folders: Iterable[Path]) -> dict[str, QueuedJob]:
         directories = arrays[job].directories if job in arrays else []
         directory = dict(enumerate(directories)).get(int(index))
         if directory is not None and state not in ENDED and read_run(directory).state != COMPLETE:
-            waits = state in NOT_BEGUN
-            jobs[directory] = QueuedJob(WAITING, waiting_text(reason or "")) if waits else QueuedJob(RUNNING, "")
+            known = "" if reason in (None, "None", "(null)") else f"waits: {reason}"
+            jobs[directory] = QueuedJob(WAITING, known) if state in NOT_BEGUN else QueuedJob(RUNNING, "")
     return jobs
-
-
-def waiting_text(reason: str) -> str:
-    """Describe why a job is pending, and whether it can ever start; empty if SLURM gives no reason."""
-    name = reason.partition(",")[0].strip()
-    if name in ("", "None", "(null)"):
-        return ""
-    if PERMANENT.fullmatch(name):
-        return f"can never start: {name}"
-    if RUNNING_JOBS.fullmatch(name):
-        return f"waits: {name} (until other jobs end; can never start if the limit is 0)"
-    return f"waits: {reason}"
 
 
 def max_array_size() -> int:

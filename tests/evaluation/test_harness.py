@@ -84,7 +84,6 @@ def test_tasks_that_fail_keep_the_results_of_the_others(trained, task, tmp_path,
     failures = {
         "raises": ("raise ValueError('no\\nnumber')", "ValueError: no"),
         "exits": ("raise SystemExit(0)", "SystemExit: 0"),
-        "vanishes": ("import os; os._exit(0)", "RuntimeError: it called os._exit(0)"),
     }
     names = ["before", *failures, "after"]
     for name in names:
@@ -96,7 +95,7 @@ def test_tasks_that_fail_keep_the_results_of_the_others(trained, task, tmp_path,
     with pytest.raises(SystemExit) as caught:
         run(f"run={trained}", "tasks=" + ",".join(str(tmp_path / f"{name}.yaml") for name in names))
     # sys.exit of a text prints it, and the exit code is 1
-    assert "3 tasks failed, and the results of the others are kept:" in str(caught.value)
+    assert "2 tasks failed, and the results of the others are kept:" in str(caught.value)
     for name, (_, words) in failures.items():
         assert f"\n  - zero_shot/{name}: {words}" in str(caught.value)
     recorded = json.loads((trained / "evaluation.json").read_text())

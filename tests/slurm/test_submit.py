@@ -225,7 +225,7 @@ def test_the_status_says_why_a_job_waits_and_where_a_job_that_ended_has_its_log(
     printed = submit("--status", *four_points)
     lines = [re.split(r"  +", line.strip()) for line in printed.splitlines()]
     assert [line[-1] for line in lines[3:7]] == [
-        "can never start: PartitionConfig",
+        "waits: PartitionConfig",
         "waits: Priority",
         "running",
         f"the job ended before its run began; see {snapshot}/log-12_3.txt",
