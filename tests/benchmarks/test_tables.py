@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from benchmarks import host, mechanisms, peers, throughput
+from benchmarks import mechanisms, peers, throughput
 from depthlm.locations import CONF, REPOSITORY
 
 RESULTS = REPOSITORY / "benchmarks/results"
@@ -38,7 +38,6 @@ def test_step_times_are_those_of_the_variants_in_the_experiment(size):
 @pytest.mark.parametrize(
     ("script", "results", "page"),
     [
-        (host, "host-xeon-2-cores", "benchmarks/README.md"),
         (peers, "peers-sm90", "docs/kernels.md"),
         (throughput, "throughput-epyc-2-cores", "benchmarks/README.md"),
     ],
