@@ -34,7 +34,6 @@ USAGE = r"""
     python train.py size=360m precision=bf16 training.max_tokens=7B
     python train.py -m seed=1,2 optimizer.lr=1e-3,2e-3
     eval "$(python train.py -sc install=bash)"      completion of groups, options and keys in this shell
-    eval "$(depthlm -sc install=bash)"              the same for every depthlm command
 """
 
 

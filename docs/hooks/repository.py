@@ -1,7 +1,4 @@
-"""Adds to the site what its pages link to outside of docs/: pages for Markdown, code and folders.
-
-So every link works on the site as it does in the repository, also where the repository has no public address.
-"""
+"""Lets links of the pages lead to the site's pages of README.md and others outside of docs/, and to the repository."""
 
 import posixpath
 import re
@@ -21,52 +18,35 @@ PAGES = {
 }
 # code in docs/, which mkdocs.yml excludes
 EXCLUDED = "docs/results/analysis/"
-LANGUAGES = {
-    ".py": "python",
-    ".yaml": "yaml",
-    ".toml": "toml",
-    ".sh": "sh",
-    ".sbatch": "sh",
-    ".cff": "yaml",
-    ".Dockerfile": "docker",
-    "": "text",
-}
 FENCE = re.compile(r"^ *(```|~~~)")
 # the text of a link if it is the name of a page, and the target
 LINK = re.compile(r"(\[[\w./-]+\.md)?\]\(([^)\s]+)\)")
+# a link to a file without a page, and its text
+FILE = re.compile(r'<a href="file:([^"]*)">(.*?)</a>', re.DOTALL)
 API = re.compile(r"^<!-- api: ([\w.]+) -->$", re.MULTILINE)
-HEAD = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages of PAGES, and a page for each file and folder that a page links to."""
+    """Add the pages of PAGES."""
     for path, uri in PAGES.items():
         files.append(File.generated(config, uri, content=(REPOSITORY / path).read_text()))
-    sources = {
-        target
-        for file in files.documentation_pages()
-        for link in links(file.content_string)
-        if (target := target_of(link, file.src_uri)) is not None and is_source(target)
-    }
-    for target in sorted(sources):
-        add_source(files, config, target)
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Change links to files of the repository to their pages, with titles in place of names of files.
+    """Change links to pages of the repository to pages of the site, with titles in place of names of files.
 
     Comments `api:` become directives of mkdocstrings.
     """
     here = page.file.src_uri
-    if here.startswith("source/"):
-        return markdown
 
     def changed(match: re.Match[str]) -> str:
         _, hash_mark, anchor = match[2].partition("#")
         target = target_of(match[2], here)
         if target is None:
             return match[0]
+        if is_source(target):
+            return f"{match[1] or ''}](file:{target})"
         text = f"[{heading(target, anchor)}" if match[1] else ""
         return f"{text}]({posixpath.relpath(uri_of(target), posixpath.dirname(here) or '.')}{hash_mark}{anchor})"
 
@@ -74,21 +54,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return API.sub(r"::: \1", "\n".join(lines))
 
 
-def add_source(files: Any, config: Any, target: str) -> None:
-    """Add the page of a file or a folder, or a copy of a file of data."""
-    path, uri = REPOSITORY / target, uri_of(target)
-    if path.is_dir():
-        names = sorted(
-            f"- `{child.name}{'/' if child.is_dir() else ''}`" for child in path.iterdir() if child.name[0] not in "._"
-        )
-        text = f"{HEAD}# {target}\n\nThis folder of the repository contains:\n\n" + "\n".join(names) + "\n"
-    elif path.suffix in LANGUAGES:
-        code = path.read_text()
-        text = f"{HEAD}# {target}\n\n~~~~~{LANGUAGES[path.suffix]}\n{code}~~~~~\n"
-    else:
-        files.append(File.generated(config, uri, abs_src_path=str(path)))
-        return
-    files.append(File.generated(config, uri, content=text))
+def on_page_content(content: str, config: Any, **_: Any) -> str:
+    """Let links to files lead to the repository's address; they are plain text where it has none."""
+    address = f"{config.repo_url.rstrip('/')}/blob/main/" if config.repo_url else ""
+    return FILE.sub(lambda match: f'<a href="{address}{match[1]}">{match[2]}</a>' if address else match[2], content)
 
 
 def marked_lines(markdown: str) -> list[tuple[str, bool]]:
@@ -99,10 +68,6 @@ def marked_lines(markdown: str) -> list[tuple[str, bool]]:
         lines.append((line, inside or fence))
         inside ^= fence
     return lines
-
-
-def links(markdown: str) -> list[str]:
-    return [link for line, is_code in marked_lines(markdown) if not is_code for _, link in LINK.findall(line)]
 
 
 def heading(target: str, anchor: str) -> str:
@@ -122,16 +87,11 @@ def target_of(link: str, here: str) -> str | None:
 
 
 def is_source(target: str) -> bool:
-    """Return whether the site has no page for a path of the repository, other than one of `add_source`."""
+    """Return whether the site has no page for a path of the repository."""
     is_page = target.startswith("docs/") and not target.startswith(EXCLUDED) and not (REPOSITORY / target).is_dir()
     return (REPOSITORY / target).exists() and not is_page and target not in PAGES
 
 
 def uri_of(target: str) -> str:
     """Return where the site has the page of a path of the repository."""
-    if target in PAGES:
-        return PAGES[target]
-    if not is_source(target):
-        return re.sub(r"\.ipynb$", ".md", target.removeprefix("docs/"))
-    is_page = (REPOSITORY / target).is_dir() or Path(target).suffix in LANGUAGES
-    return f"source/{target}.md" if is_page else f"source/{target}"
+    return PAGES.get(target) or re.sub(r"\.ipynb$", ".md", target.removeprefix("docs/"))

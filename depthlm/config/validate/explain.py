@@ -16,7 +16,6 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 from depthlm.config.errors import join_names, nearest
 from depthlm.config.hydra_context import available_groups, value_text
 from depthlm.config.keys import FREE_GROUPS, NAMED, check_fields, flatten, keys
-from depthlm.files import read_yaml
 from depthlm.locations import CONF
 
 # the settings of a class, and the sources of a mixture: keys that the schema does not list
@@ -60,7 +59,7 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
     for text, override in values.items():
         alone, failure = attempt(*groups, text)
         if alone is None:
-            errors.append(_explain_value(override, composed, available, failure, config_dir))
+            errors.append(_explain_value(override, composed, available, failure))
         else:
             errors.extend(error for error in check_fields(alone)[1] if error not in base)
     # keys that a group leaves unset, such as data.source of data=local, unless an override sets them
@@ -174,7 +173,6 @@ def _explain_value(
     composed: DictConfig,
     groups: dict[str, list[str]],
     failure: list[str],
-    config_dir: str | Path | None,
 ) -> str:
     name, text = override.key_or_group, override.input_line
     known = keys()
@@ -189,27 +187,12 @@ def _explain_value(
     if name in sections:
         inside = [key for key in known if key.startswith(name + ".")]
         return f"{text}: a group of keys; set one of {join_names(inside)}"
-    group, _, setting = name.replace(".", "/").rpartition("/")
-    if group in groups and name.startswith(OPEN) and (owners := _owners(group, setting, groups, config_dir)):
-        return f"{text}: not a setting of this mechanism; {join_names(owners)} have `{setting}`"
     parent, _, leaf = name.rpartition(".")
     if parent in ("model.connection", "model.attention"):
         inside = [key.removeprefix(f"{parent}.") for key in present if key.startswith(f"{parent}.")]
         settings = [key for key in inside if key != "_target_"]
         return f"{text}: no such key; allowed: {join_names(settings) or 'none'}{nearest(leaf, settings)}"
     return f"{text}: no such key{nearest(name, present)}"
-
-
-def _owners(group: str, setting: str, groups: dict[str, list[str]], config_dir: str | Path | None) -> list[str]:
-    """Return the presets that have a setting, and the parts with it that no preset uses."""
-    having = [option for option in groups[group] if setting in read_yaml(option_file(group, option, config_dir))]
-    part, presets, used = group.rpartition("/")[2], [], set()
-    for preset in groups["model"]:
-        for entry in read_yaml(option_file("model", preset, config_dir)).get("defaults", []):
-            if isinstance(entry, dict) and entry.get(part) in having:
-                presets.append(f"model={preset}")
-                used.add(entry[part])
-    return presets + [f"{group}={option}" for option in having if option not in used]
 
 
 def _leaves(raw: DictConfig) -> list[str]:

@@ -25,7 +25,7 @@ BROKEN: list[tuple[str, dict[str, str]]] = [
             "training=fast": "a group of keys",
             "+size.layers=3": "size.num_layers",
             "model.connection.streams=4": "no such key",
-            "model.attention.stride=2": "not a setting of this mechanism; model=depth_attention, model=uniform_mix",
+            "model.attention.stride=2": "no such key; allowed: none",
             "training.max_steps=many": "must be a whole number such as",
             "training.max_tokens=10X": "10B",
             "data.max_tokens={a:1}": "10B",
@@ -126,7 +126,7 @@ BROKEN: list[tuple[str, dict[str, str]]] = [
     ("", {"optimizer._target_=torch.optim.AdmW": "torch.optim has no AdmW; did you mean `AdamW`?"}),
     ("", {"optimizer._target_=torch.nn.Linear": "not a subclass of torch.optim.optimizer.Optimizer"}),
     # settings of mechanisms
-    ("model=dca", {"model.connection.period=2": "model=denseformer have `period`"}),
+    ("model=dca", {"model.connection.verion=2": "own_embedding, gate, w, separate_qkv; did you mean `version`?"}),
     ("model=dca", {"model.connection.gate=soft": "gate=soft: must be one of relu_of_sum, printed"}),
     (
         "model=attention_residuals",
