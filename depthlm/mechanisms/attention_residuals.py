@@ -86,7 +86,6 @@ class AttentionResiduals(Connection):
     """
 
     colour = "#D55E00"
-    has_edges = True
     identity_start: str | None = "start=identity"
     why_undefined = "with values=normed, every source has the same size, whatever the factor of its outputs"
 

@@ -59,7 +59,6 @@ class AttentionResidualsRecency(Connection):
     accumulates = "sum"
     identity_start = "start=identity"
     width_exponents: ClassVar = {"query": 1.0}
-    has_edges = True
     # of the scores
     factor = 1.0
 

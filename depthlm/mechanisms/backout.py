@@ -35,7 +35,6 @@ class Backout(Connection):
     """
 
     accumulates = "sum"
-    has_edges = True
     identity_start = "start=0.0"
 
     def __init__(

@@ -68,7 +68,6 @@ class DeepCrossAttention(Connection):
     identity_start = ""
     accumulates = "sum"
     width_exponents: ClassVar = {"w": 1.0}
-    has_edges = True
 
     def __init__(
         self,

@@ -48,7 +48,6 @@ class DenseFormer(Connection):
     accumulates = "sum"
     # every average has one for each block before it, and multiplies whole hidden states
     depth_exponents: ClassVar = {"a": 2.0}
-    has_edges = True
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, period: int = 1, dilation: int = 1):
         super().__init__(spec, size, backbone)

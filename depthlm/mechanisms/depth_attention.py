@@ -44,7 +44,6 @@ class DepthAttention(SelfAttention):
 
     identity_start = "start=identity"
     colour = "#0072B2"
-    has_edges = True
 
     def __init__(
         self,

@@ -42,7 +42,6 @@ class DepthQKV(Connection):
     """
 
     accumulates = "sum"
-    has_edges = True
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)

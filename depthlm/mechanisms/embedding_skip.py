@@ -29,7 +29,6 @@ class EmbeddingSkip(Connection):
     identity_start = ""
     accumulates = "sum"
     depth_exponents: ClassVar = {"weight": 1.0}
-    has_edges = True
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)

@@ -42,7 +42,6 @@ class Laurel(Connection):
     accumulates = "sum"
     width_exponents: ClassVar = {"down": 1.0}
     depth_exponents: ClassVar = {"up": 1.0, "beta": 1.0}
-    has_edges = True
 
     def __init__(
         self, spec: SublayerSpec, size: Size, backbone: Backbone, variant: str = "pa", rank: int = 8, last_k: int = 3

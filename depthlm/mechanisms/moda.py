@@ -55,7 +55,6 @@ class Moda(SelfAttention):
 
     identity_start = "start=identity"
     colour = "#56B4E9"
-    has_edges = True
     # the operators over depth share the softmax, and they have none
     has_dropout = False
 

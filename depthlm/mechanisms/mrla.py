@@ -38,7 +38,6 @@ class MRLA(Connection):
     """
 
     why_undefined = "no read but the first has the embedding, beside which the outputs would be small"
-    has_edges = True
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)

@@ -47,7 +47,6 @@ class Mudd(Connection):
 
     colour = "#E7298A"
     why_undefined = "the matrices that give its weights grow with the depth"
-    has_edges = True
     identity_start = ""
 
     def __init__(

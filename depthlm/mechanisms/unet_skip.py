@@ -38,7 +38,6 @@ class UnetSkip(Connection):
 
     colour = "#66A61E"
     why_undefined = "its skips add whole hidden states, and their number grows with the depth"
-    has_edges = True
     identity_start = "start=identity"
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, start: str = "paper"):

@@ -33,7 +33,6 @@ class ValueResidual(SelfAttention):
 
     identity_start = "start=identity"
     colour = "#1B9E77"
-    has_edges = True
 
     def __init__(
         self,

@@ -65,8 +65,8 @@ class Connection(nn.Module):
         with the same weights; "": it does; None: no setting does. A run with `init_from` logs it.
     is_compiled: whether torch.compile may compile `read` and `write` together with the sublayers beside them. They must
         then be short, without registered operators, and the same for all layers, on a state of constant length.
-    has_edges: whether it passes the weights of its sources to `edited` before it uses them.
-    edit: changes these weights (see `depthlm.model.edges`); None: they are used as they are, by faster operators.
+    edit: changes the weights of its sources, which it passes to `edited` before it uses them (see
+        `depthlm.model.edges`); None: they are used as they are, by faster operators.
     """
 
     num_inputs = 1
@@ -78,7 +78,6 @@ class Connection(nn.Module):
     why_undefined = "it does not say how many outputs a read adds up (Connection.accumulates)"
     identity_start: str | None = None
     is_compiled = False
-    has_edges = False
     edit: Edit | None = None
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):

@@ -47,14 +47,13 @@ class SelfAttention(nn.Module):
     has_dropout: whether `attend` applies the dropout of its context to the attention weights, as `attend_to` does.
     identity_start: as in `Connection`.
     colour: as in `Connection`; "": this attention reads only its own layer.
-    has_edges, edit: as in `Connection`.
+    edit: as in `Connection`.
     """
 
     projects_kv = True
     has_dropout = True
     identity_start: str | None = ""
     colour = ""
-    has_edges = False
     edit: Edit | None = None
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
