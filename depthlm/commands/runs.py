@@ -7,10 +7,11 @@ from pathlib import Path
 
 from rich.markup import escape
 
+from depthlm.config.keys import override_text
 from depthlm.console import stdout_console
 from depthlm.counts import count_text, duration_text
 from depthlm.errors import UserError
-from depthlm.runs.listing import FIELDS, RunListing, list_runs, read_filters, value_text
+from depthlm.runs.listing import FIELDS, RunListing, list_runs, read_filters
 from depthlm.runs.progress import failure_text, progress_table
 from depthlm.streams import printable
 from depthlm.sweeps.table import STYLES
@@ -52,7 +53,7 @@ def show_runs(runs: Sequence[RunListing], root: Path, keys: Sequence[str] = ()) 
     rows = []
     for run in runs:
         values = {key: run.values.get(key) for key in extra}
-        shown = {key: f"{v:.6g}" if isinstance(v, float) else value_text(v) for key, v in values.items()}
+        shown = {key: f"{v:.6g}" if isinstance(v, float) else override_text(v) for key, v in values.items()}
         rows.append(
             {
                 "run": escape(run.directory),

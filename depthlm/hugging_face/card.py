@@ -33,17 +33,14 @@ class Results(NamedTuple):
     """The losses of the weights of a checkpoint, in nats per token.
 
     step: of the checkpoint. is_complete: whether the run ended with it. validation: of this step, or the newest before
-    it. measured_at: the step of the validation; None without one. is_evaluation: whether `evaluate` measured it, which
-    reads whole validation sets. bits_per_byte: by validation set, from `evaluate`. training: the mean loss over the
-    last logging interval.
+    it. measured_at: the step of the validation; None without one. training: the mean loss over the last logging
+    interval.
     """
 
     step: int
     is_complete: bool
     validation: ValidationLosses
     measured_at: int | None
-    is_evaluation: bool
-    bits_per_byte: Mapping[str, float | None]
     training: float | None
 
 
@@ -90,13 +87,8 @@ def results_at(record: RunRecord, step: int) -> Results:
     logged = [row for row in record.rows if row["step"] <= step]
     training = training_loss(logged[-1]) if logged else None
     measured = next((row for row in reversed(logged) if ValidationLosses.of_row(row)), None)
-    validation, at = ValidationLosses.of_row(measured or {}), None if measured is None else measured["step"]
-    evaluated = ValidationLosses.of_row(record.evaluation if is_complete else {})
-    # `evaluate` may have measured other sets only
-    if not evaluated or not validation.by_set.keys() <= evaluated.by_set.keys():
-        return Results(step, is_complete, validation, at, False, {}, training)
-    bits = {name: finite(record.evaluation.get(f"validation/{name}/bits_per_byte")) for name in evaluated.by_set}
-    return Results(step, is_complete, evaluated, step, True, bits, training)
+    at = None if measured is None else measured["step"]
+    return Results(step, is_complete, ValidationLosses.of_row(measured or {}), at, training)
 
 
 def version_of(environment: Mapping[str, Any]) -> str:
@@ -221,25 +213,22 @@ def protocol(config: Config, results: Results, environment: Mapping[str, Any]) -
 def losses(config: Config, results: Results, has_curve: bool) -> str:
     """Return the table of the losses and the picture of their curve; empty where the run recorded no loss."""
     rows = [
-        [f"validation, {name}", number(loss), number(perplexity(loss)), number(results.bits_per_byte.get(name))]
+        [f"validation, {name}", number(loss), number(perplexity(loss))]
         for name, loss in results.validation.by_set.items()
     ]
     notes = []
     if rows:
         limit = config.training.validation_tokens
-        sets = (
-            "whole sets" if results.is_evaluation or limit is None else f"at most {count_text(limit)} tokens of a set"
-        )
+        sets = "whole sets" if limit is None else f"at most {count_text(limit)} tokens of a set"
         notes.append(f"Validation: {sets}, after step {results.measured_at:,}.")
     if results.training is not None:
-        rows.append(["training", number(results.training), number(perplexity(results.training)), number(None)])
+        rows.append(["training", number(results.training), number(perplexity(results.training))])
         notes.append("Training: mean over the last logging interval.")
     if not rows:
         return ""
-    head = ["", "loss (nats per token)", "perplexity", "bits per byte"]
-    width = len(head) if results.bits_per_byte else len(head) - 1
+    head = ["", "loss (nats per token)", "perplexity"]
     picture = f"\n\n![Training and validation loss over tokens]({CURVE})" if has_curve else ""
-    return f"## Losses\n\n{table(head[:width], [row[:width] for row in rows])}\n\n{' '.join(notes)}{picture}"
+    return f"## Losses\n\n{table(head, rows)}\n\n{' '.join(notes)}{picture}"
 
 
 def loading_code(native: bool) -> str:

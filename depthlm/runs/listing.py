@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.config.errors import nearest
+from depthlm.config.keys import override_text
 from depthlm.counts import SCALES, parse_count
 from depthlm.errors import UserError
 from depthlm.run_directory import NO_RUNS, RunDirectory
@@ -83,7 +84,7 @@ class Comparison:
         if number is not None and self.number is not None:
             equal = number == self.number
         else:
-            equal = value_text(value) == self.text or fnmatchcase(value_text(value), self.text)
+            equal = override_text(value) == self.text or fnmatchcase(override_text(value), self.text)
         return equal == (self.operator == "=")
 
 
@@ -187,13 +188,6 @@ def parse_number(text: str) -> float | None:
         return parse_count(text) if re.fullmatch(r"[\d_]+", text) or COUNT.fullmatch(text) else _finite(float(text))
     except ValueError:
         return None
-
-
-def value_text(value: Any) -> str:
-    """Return a value as a user writes it in an override: null, true, [1,2]."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value).replace(", ", ",") if isinstance(value, list) else str(value)
 
 
 def _matches(run: RunListing, root: Path, text: str) -> bool:

@@ -155,7 +155,7 @@ class Reader:
     def _json_document(self, number: int, line: bytes) -> Record:
         name = f"{self.file.name}:{number}"
         try:
-            value = _parse_json(line.decode("utf-8"))
+            value = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
             return Record(name, number + 1, None, "utf8", f"line {number + 1} is not UTF-8 ({error.reason})")
         except (ValueError, RecursionError) as error:
@@ -191,17 +191,6 @@ class Reader:
             why = f"{place} is not UTF-8 ({error.reason})"  # type: ignore[attr-defined]
             return Record(name, number + 1, None, "utf8", why)
         return Record(name, number + 1, text)
-
-
-def _parse_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        raise
-    except ValueError:
-        # an integer has more digits than Python converts
-        return json.loads(text, parse_int=float)
 
 
 def documents(

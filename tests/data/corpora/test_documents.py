@@ -133,9 +133,6 @@ BAD_LINES = {
 
 def test_bad_lines_are_reported_and_their_neighbours_are_read(tmp_path):
     path = tmp_path / "a.jsonl"
-    # a number of any length is JSON
-    path.write_text('{"text": "one", "n": ' + "9" * 5000 + "}\n")
-    assert [record.text for record in records(path)] == ["one"]
     for line, (reason, message) in BAD_LINES.items():
         path.write_bytes(LINES + line + b"\n" + LINES)
         all_records = records(path)
