@@ -1,9 +1,9 @@
 """The command `python -m depthlm evaluate`: record the losses or accuracies of a run."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import chdir, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,8 +13,7 @@ from rich.table import Table
 
 from depthlm.build import load_checkpoint
 from depthlm.config import Config
-from depthlm.config.saved import RUN, check_reach, is_own
-from depthlm.config.schema import Tracker
+from depthlm.config.saved import check_reach
 from depthlm.console import stdout_console
 from depthlm.counts import format_count
 from depthlm.data import Tokenizer
@@ -35,8 +34,6 @@ from depthlm.losses import document_rows
 from depthlm.machine.environment import Device, usable_device
 from depthlm.model import Decoder
 from depthlm.run_directory import RunDirectory
-from depthlm.runs.manifest import Manifest
-from depthlm.runs.trackers import start_trackers
 
 
 @dataclass
@@ -60,7 +57,7 @@ class Evaluate:
     device: Device = key("auto", "auto: the GPU if there is one, else the CPU")
     trust: list[str] | None = key(
         None,
-        "modules that may define the run's own mechanism; run: also trackers and validation sets of another user's run",
+        "modules that may define the run's own mechanism; run: also validation sets of another user's run",
     )
 
 
@@ -109,7 +106,9 @@ def evaluate(arguments: Evaluate) -> dict[str, Any]:
         name = RunDirectory(directory).evaluation.name
         stdout_console().print(f"limit={arguments.limit}: results are not written to {name}", markup=False)
     elif results:
-        results = _record(directory, config, manifest, results, arguments.trust or ())
+        path = RunDirectory(directory).evaluation
+        results = add_results(path, manifest.step, results)
+        stdout_console().print(f"written: {path}", markup=False, soft_wrap=True)
     if failures:
         listed = "\n".join(f"  - {key}: {why}" for key, why in failures.items())
         what = f"{format_count(len(failures), 'task')} failed, and the results of the others are kept"
@@ -159,25 +158,6 @@ def _check(arguments: Evaluate) -> None:
         raise UserError("sets=: only losses are measured on sets, and tasks have their own data; give sets= or tasks=")
     if min(arguments.shots or [0]) < 0:
         raise UserError(f"shots={','.join(map(str, arguments.shots or []))}: must be at least 0")
-
-
-def _record(
-    directory: Path, config: Config, manifest: Manifest, results: dict[str, Any], trust: Sequence[str]
-) -> dict[str, Any]:
-    """Add results to evaluation.json, and to the trackers of the user's own run."""
-    path = RunDirectory(directory).evaluation
-    recorded = add_results(path, manifest.step, results)
-    tracker = config.tracker
-    if not is_own(directory) and RUN not in trust and tracker != Tracker():
-        # with the user's credentials, but to the project that somebody else has chosen
-        stdout_console().print(f"not sent to the trackers of {directory}, which you did not train; trust={RUN} does")
-        tracker = Tracker()
-    # a W&B run that did not exist at the end of training is not created
-    wandb = tracker.wandb and manifest.wandb_id is not None
-    trackers = start_trackers(replace(tracker, wandb=wandb), directory, asdict(config), manifest.wandb_id)
-    trackers.close(recorded)
-    stdout_console().print(f"written: {path}", markup=False, soft_wrap=True)
-    return recorded
 
 
 def _show(results: dict[str, Any]) -> None:

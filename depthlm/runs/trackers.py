@@ -133,13 +133,11 @@ def start_trackers(
     directory: Path,
     settings: dict[str, Any],
     wandb_id: str | None,
-    *,
-    resumed_at: int | None = None,
+    resumed_at: int,
 ) -> Trackers:
     """Start or continue the services of the run in a directory. One that fails is logged and not used.
 
-    settings: the whole configuration, as nested dictionaries. resumed_at: the step after which this process trains;
-    0: it starts the run; None: it does not train.
+    settings: the whole configuration, as nested dictionaries. resumed_at: the step after which this process trains.
     """
     run, services = RunDirectory(directory), []
     if config.wandb and os.environ.get("WANDB_MODE") != "disabled":
@@ -181,15 +179,14 @@ class TensorBoard:
     name, advice = "TensorBoard", "metrics.jsonl is still written"
     id: str | None = None
 
-    def __init__(self, directory: Path, settings: dict[str, Any], resumed_at: int | None) -> None:
+    def __init__(self, directory: Path, settings: dict[str, Any], resumed_at: int) -> None:
         """settings: the configuration, shown as text. resumed_at: what earlier processes recorded of later steps is
-        hidden, since this process trains them again; None hides nothing.
+        hidden, since this process trains them again.
         """
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(directory), purge_step=None if resumed_at is None else resumed_at + 1)
-        if resumed_at is not None:
-            self.writer.add_text("config", f"```yaml\n{yaml.safe_dump(settings, sort_keys=False)}```", resumed_at)
+        self.writer = SummaryWriter(str(directory), purge_step=resumed_at + 1)
+        self.writer.add_text("config", f"```yaml\n{yaml.safe_dump(settings, sort_keys=False)}```", resumed_at)
 
     def log(self, row: dict[str, Any]) -> None:
         """Add a scalar for each number of a row."""

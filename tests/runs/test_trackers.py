@@ -40,7 +40,7 @@ def test_tracker_is_one_service_or_a_list_of_them_that_are_installed(monkeypatch
     assert any("tracker=tensorboard: tensorboard is not installed; pip install" in text for text in error.value.errors)
 
 
-def start(folder: Path, resumed_at: int | None) -> Trackers:
+def start(folder: Path, resumed_at: int) -> Trackers:
     return start_trackers(Tracker(tensorboard=True), folder, {"seed": 1}, None, resumed_at=resumed_at)
 
 
@@ -74,13 +74,3 @@ def test_steps_that_are_trained_again_replace_those_of_the_process_that_was_kill
     resumed.write({"step": 30, "loss": 2.0})
     resumed.close(None)
     assert scalars(tmp_path, "loss") == [(10, 1.0), (20, 1.0), (30, 2.0)]
-
-
-def test_an_evaluation_of_an_earlier_checkpoint_hides_no_later_step(tmp_path):
-    training = start(tmp_path, 0)
-    training.write({"step": 30, "loss": 1.0})
-    training.close(None)
-    evaluation = start(tmp_path, None)
-    evaluation.close({"step": 20, "lambada": 0.25})
-    assert scalars(tmp_path, "loss") == [(30, 1.0)]
-    assert scalars(tmp_path, "summary/lambada") == [(20, 0.25)]
