@@ -16,11 +16,6 @@ FENCE = re.compile(r" *(```|~~~)")
 FORMULA = re.compile(r'<(div|span) class="arithmatex">\\[\[(](.*?)\\[\])]</\1>', re.DOTALL)
 # latex2mathml makes a prime an exponent, although fonts draw it small and raised already
 PRIME = re.compile(r"<msup>(<mi>[^<]*</mi>)(<mi>&#x02032;</mi>)</msup>")
-CELL = re.compile(r'<td((?: style="[^"]*")?>(.*?)</td>)', re.DOTALL)
-CODE = re.compile(r"<code>.+?</code>", re.DOTALL)
-# a flag of a command, not a part of a word, a path or a tag
-FLAG = re.compile(r"(?<![\w/<!-])--?[a-z][\w-]*")
-NAME_IN_HEADING = re.compile(r'(?:<h\d[^>]*><code|<span class="doc doc-object-name[^>]*)>[^<]+')
 # a line `name: meaning` or `a, b: meaning` of a docstring
 MEANING = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (.+)")
 
@@ -84,19 +79,9 @@ def is_open(lines: list[str]) -> bool:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Replace formulas by MathML, which browsers render by themselves, and say where a narrow screen breaks lines.
-
-    Cells of more than 20 characters are of the class `long`, flags of the class `flag`. A picture links to its file.
-    """
+    """Replace formulas by MathML, which browsers render by themselves. A picture links to its file."""
     content = FORMULA.sub(lambda match: mathml(html.unescape(match[2]).strip(), match[1] == "div"), content)
-    content = CELL.sub(lambda match: f'<td class="long"{match[1]}' if is_long(match[2]) else match[0], content)
-    content = NAME_IN_HEADING.sub(lambda match: re.sub(r"(?<=\w)([./=_])(?=\w)", r"\1<wbr>", match[0]), content)
-    content = CODE.sub(lambda match: FLAG.sub(r'<span class="flag">\g<0></span>', match[0]), content)
     return re.sub(r'<img [^>]*src="([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', content)
-
-
-def is_long(cell: str) -> bool:
-    return len(html.unescape(re.sub("<[^>]+>", "", cell)).strip()) > 20
 
 
 def mathml(tex: str, is_block: bool) -> str:
