@@ -156,3 +156,16 @@ def test_classes_of_installed_packages_have_no_digest_and_none_can_be_given():
     assert depthlm.compose(["size=micro", "optimizer._target_=torch.optim.SGD"]).code == {}
     with pytest.raises(ConfigError, match=r"code\.a=\.\.\.: is computed; leave it out"):
         depthlm.compose(["size=micro", "+code.a=1"])
+
+
+def test_keys_without_an_effect_are_left_out_of_the_configuration_of_a_run(tmp_path):
+    config = asdict(configuration("size=micro"))
+    tracker = config["tracker"] | {"trackio": False, "artifacts": "none", "space": None}
+    earlier = config | {"tracker": tracker, "model": config["model"] | {"kept_sources": {}}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(earlier))
+    assert asdict(load_config(tmp_path)) == config
+    assert compare(earlier, config) == {}
+    earlier["model"]["kept_sources"] = {"final": [[0]]}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(earlier))
+    with pytest.raises(UserError, match=r"model\.kept_sources.*no such key"):
+        load_config(tmp_path)
