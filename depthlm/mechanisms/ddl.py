@@ -32,6 +32,11 @@ class State(NamedTuple):
     h: Tensor
     pending: "Pending | None" = None
 
+    def settled(self) -> "State":
+        """Return the state after the pending write."""
+        assert self.pending is not None
+        return State((self.h + factor(self.h, self.pending) * self.pending.output).to(self.h.dtype))
+
 
 class Pending(NamedTuple):
     output: Tensor

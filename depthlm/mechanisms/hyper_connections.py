@@ -41,6 +41,10 @@ class State(NamedTuple):
         """Return X_btnd, with the pending write applied."""
         return self.streams if self.pending is None else write_streams(self.streams, self.pending)
 
+    def settled(self) -> "State":
+        """Return the state after the pending write."""
+        return State(self.written(), next_pre=self.next_pre)
+
 
 class Carry(NamedTuple):
     """What the deferred write needs: X_btnd of the read, and its maps. next_pre: as in the state."""

@@ -113,6 +113,14 @@ class Moda(SelfAttention):
         # nothing reads the entries of the last layer in the last loop
         return Depth(Bank(len(self.entry_kinds) * (self.spec.num_layers * self.spec.loops - 1)))
 
+    def resume_depth(self, entries: DepthKV, loop: int) -> Depth:
+        end = len(self.entry_kinds) * (loop * self.spec.num_layers + self.spec.layer)
+        depth = Depth(self.open_depth().bank, end=end - len(entries))
+        for k_bkte, v_bkte in entries:
+            depth = depth.append(k_bkte, v_bkte)
+        # the entries themselves, which later stages know, in place of their copies
+        return Depth(depth.bank, tuple((k_bkte, v_bkte) for k_bkte, v_bkte in entries), depth.end, depth.token)
+
     def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
         q, k, v, *own_entry = projected
         kept = depth

@@ -47,7 +47,8 @@ class Connection(nn.Module):
     With a pre-norm backbone, the layer normalizes the inputs after `read`. The carry is any value that `read`
     computes for the `write` of the same sublayer, or None. Fields `ahead` and `pending` of a state hold what makes
     it fast: reads made ahead for later sublayers, and a write that the next read performs. All other fields are
-    those of the formula.
+    those of the formula. A state with a field `pending` has a method `settled`, which returns the state with that write
+    performed.
 
     A subclass defines `read` and `write`, and those of the other seven that it needs: `open`, `close`, `weights`,
     `figures`, `diagnostics`, `retained`, and `init_parameter` if it owns parameters (see `depthlm.model.parameters`).
@@ -141,6 +142,12 @@ class Connection(nn.Module):
         """
         fields = [value for name, value in state._asdict().items() if name not in ("ahead", "pending")]
         return list({id(x): x for x in tree_leaves(fields) if isinstance(x, Tensor)}.values())
+
+    def settle(self, state: State) -> State:
+        """Return a state as a pipeline sends it: without reads made ahead, and with its pending write performed."""
+        if getattr(state, "pending", None) is not None:
+            state = state.settled()
+        return state._replace(ahead=()) if getattr(state, "ahead", ()) else state
 
     def two_phase_values(self) -> float:
         """Return the activation values per token that this connection reads and writes in inference.

@@ -138,12 +138,12 @@ class Decoder(nn.Module):
             None: see `ends_of_documents`.
         seeds_b: int32, for `backbone.dropout` in training, one per sequence; None: no dropout.
         """
-        with using(self.kernels):
-            hidden_btd, routings = self._hidden(tokens_bt, cache, observer, ends_bt, seeds_b)
-            if targets_bt is None:
+        prefix, routings = self.run(tokens_bt, None, None, cache, observer, ends_bt, seeds_b)
+        hidden_btd = self.close(prefix, observer)
+        if targets_bt is None:
+            with using(self.kernels):
                 return self.logits(hidden_btd)
-            by_kernels = fused("cross_entropy", [hidden_btd])
-        loss = self.head_and_loss(self, hidden_btd, targets_bt, by_kernels)
+        loss = self.loss(hidden_btd, targets_bt)
         if not routings:
             return loss
         routing = Routing(*map(torch.stack, zip(*routings, strict=True)))
@@ -158,18 +158,35 @@ class Decoder(nn.Module):
         after: Prefix | None = None,
     ) -> Tensor:
         """Return hidden_btd before the final norm. after: begin there, with what was computed for the same tokens."""
-        with using(self.kernels):
-            return self._hidden(tokens_bt, cache, observer, ends_bt, after=after)[0]
+        return self.close(self.run(tokens_bt, after, None, cache, observer, ends_bt)[0], observer)
 
-    def _hidden(
+    def close(self, prefix: Prefix, observer: Observer = UNOBSERVED) -> Tensor:
+        """Return hidden_btd before the final norm, after the last layer."""
+        observer.layer(prefix.position, prefix.state, prefix.depth)
+        observer.read(self.connections[-1], prefix.state)
+        with using(self.kernels):
+            return self.connections[-1].close(prefix.state)
+
+    def loss(self, hidden_btd: Tensor, targets_bt: Tensor) -> Loss:
+        """Return the summed loss of hidden_btd before the final norm, without the penalty of experts."""
+        with using(self.kernels):
+            by_kernels = fused("cross_entropy", [hidden_btd])
+        return self.head_and_loss(self, hidden_btd, targets_bt, by_kernels)
+
+    def run(
         self,
         tokens_bt: Tensor,
-        cache: Cache | None,
-        observer: Observer,
-        ends_bt: Tensor | None,
-        seeds_b: Tensor | None = None,
         after: Prefix | None = None,
-    ) -> tuple[Tensor, list[Routing]]:
+        until: int | None = None,
+        cache: Cache | None = None,
+        observer: Observer = UNOBSERVED,
+        ends_bt: Tensor | None = None,
+        seeds_b: Tensor | None = None,
+    ) -> tuple[Prefix, list[Routing]]:
+        """Run the unrolled layers before `until`, by default all; return what they computed, and the routings.
+
+        after: begin there, with what was computed for the same tokens.
+        """
         start, length = cache.length if cache is not None else 0, tokens_bt.shape[1]
         cached_b1 = cache.document_b1 if cache is not None else None
         if ends_bt is None and self.end_of_text is not None:
@@ -186,29 +203,30 @@ class Decoder(nn.Module):
         rope = None
         if self.backbone.position == "rope":
             rope = rope_tables(positions, self.size.head_size, self.backbone.rope_theta)
-
         dropout = Dropout(self.backbone.dropout, seeds_b) if self.backbone.dropout and seeds_b is not None else None
-        if after is None:
-            embedding_btd = apply_dropout(self.embedding(tokens_bt, positions), dropout, 0)
-            if not self.fp32_residual:
-                embedding_btd = embedding_btd.to(compute_dtype(embedding_btd))
-            observer.open(embedding_btd)
-            after = Prefix(0, self.connections[0].open(embedding_btd), self._open_depth())
-        (first, state, depth), routings = after, []
-        for position in range(first, self.loops * self.size.num_layers):
-            observer.layer(position, state, depth)
-            layer = recompute_layer(
-                self.layers[position % self.size.num_layers], position, self.activation_checkpointing, self.kernels
-            )
-            connections = self.connections[2 * position], self.connections[2 * position + 1]
-            past = AttentionContext(documents, cache, position, None if dropout is None else dropout.at(position + 1))
-            state, depth, routing = layer(state, depth, connections, rope, past, observer)
-            routings += [routing] if routing is not None else []
-        if cache is not None:
-            cache.advance(length, document_b1)
-        observer.layer(self.loops * self.size.num_layers, state, depth)
-        observer.read(self.connections[-1], state)
-        return self.connections[-1].close(state), routings
+        with using(self.kernels):
+            if after is None:
+                embedding_btd = apply_dropout(self.embedding(tokens_bt, positions), dropout, 0)
+                if not self.fp32_residual:
+                    embedding_btd = embedding_btd.to(compute_dtype(embedding_btd))
+                observer.open(embedding_btd)
+                after = Prefix(0, self.connections[0].open(embedding_btd), self._open_depth())
+            (first, state, depth), routings = after, []
+            until = self.loops * self.size.num_layers if until is None else until
+            for position in range(first, until):
+                observer.layer(position, state, depth)
+                layer = recompute_layer(
+                    self.layers[position % self.size.num_layers], position, self.activation_checkpointing, self.kernels
+                )
+                connections = self.connections[2 * position], self.connections[2 * position + 1]
+                past = AttentionContext(
+                    documents, cache, position, None if dropout is None else dropout.at(position + 1)
+                )
+                state, depth, routing = layer(state, depth, connections, rope, past, observer)
+                routings += [routing] if routing is not None else []
+            if cache is not None:
+                cache.advance(length, document_b1)
+            return Prefix(until, state, depth), routings
 
     def mask_documents(self, mask_mode: bool | Literal["bos"], end_of_text: int) -> None:
         """Limit attention to documents as `data.document_mask` says."""

@@ -87,6 +87,13 @@ class SelfAttention(nn.Module):
         """Return the depth list before layer 0. A decoder calls this method of its first attention in each pass."""
         return []
 
+    def resume_depth(self, entries: DepthKV, loop: int) -> DepthKV:
+        """Return the depth list before this layer, in a loop from 0, of its entries. A pipeline calls it.
+
+        Tensors that `retained` did not return are None.
+        """
+        return entries
+
     def project(self, q_in: Tensor, k_in: Tensor, v_in: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
         """Return q_bhte, k_bkte, v_bkte, and any further tensors that `attend` of a subclass needs.
 
