@@ -1,4 +1,4 @@
-"""What every mechanism would send in a pipeline, on paper: `python -m depthlm summary --pipeline P=8 V=4`.
+"""What every mechanism sends in a pipeline, counted without one: `python -m depthlm summary --pipeline P=8 V=4`.
 
 In an interleaved schedule, P stages hold V chunks of consecutive layers each: chunk j of C = P V is on stage j mod P,
 and C - 1 transitions lead from one chunk to the next. Naively, each transition sends everything that the later layers

@@ -12,6 +12,7 @@ from pydantic import Field, StrictBool
 from depthlm.config.experiment import Budget, Experiment
 from depthlm.counts import Count
 from depthlm.data.settings import Data
+from depthlm.distributed.pipeline import Pipeline
 from depthlm.fields import key, section
 from depthlm.machine.environment import Device
 from depthlm.model.shape import Backbone, Parametrization, Size
@@ -161,6 +162,7 @@ class Training:
         False, "write a trace of steps 3 to 5 to profile/trace.json (open it in ui.perfetto.dev)", on_resume="free"
     )
     sample: str | None = key(None, "prompt of the text that is sampled at the end; null: none", on_resume="free")
+    pipeline: Pipeline = section(Pipeline)
 
 
 @dataclass(frozen=True)

@@ -314,6 +314,8 @@ def why_not(config: Config, device: torch.device) -> str | None:
         return f"they need a GPU, and the device is {device.type}"
     if config.deepspeed.stage > 0:
         return f"deepspeed.stage={config.deepspeed.stage} moves gradients or weights while a micro-batch runs"
+    if config.training.pipeline.stages > 1:
+        return f"training.pipeline.stages={config.training.pipeline.stages}: micro-batches wait for other ranks"
     if config.deepspeed.experts > 1:
         return f"deepspeed.experts={config.deepspeed.experts}: how many tokens a rank gets is known when they are sent"
     if config.training.profile:

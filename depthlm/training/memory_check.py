@@ -30,6 +30,9 @@ def check_memory(config: Config, ranks: Ranks, device: torch.device, available: 
     memory=ignore.
     """
     training, stage = config.training, config.deepspeed.stage
+    if training.pipeline.stages > 1:
+        log.info("memory is not checked: the estimate is that of a rank with all layers, and a pipeline spreads them")
+        return None
     share = training.batch_size // ranks.world_size
     estimator = MemoryEstimator(config, device.type)
     micro_batch_size = training.micro_batch_size or share

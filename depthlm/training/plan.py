@@ -12,9 +12,13 @@ from depthlm.distributed.launchers import Ranks
 
 @dataclass(frozen=True)
 class Plan:
-    """Batch sizes (in sequences), lengths (in tokens) and steps of a run."""
+    """Batch sizes (in sequences), lengths (in tokens) and steps of a run.
+
+    stages: the adjacent ranks of a pipeline. replicas: the number of pipelines, or of ranks without one.
+    """
 
     world_size: int
+    stages: int
     batch_size: int
     micro_batch_size: int
     accumulation: int
@@ -26,12 +30,16 @@ class Plan:
     last_step: int
 
     @property
+    def replicas(self) -> int:
+        return self.world_size // self.stages
+
+    @property
     def loss_factor(self) -> float:
         """The factor of a micro-batch's summed loss: the gradient is that of the mean over the global batch's tokens.
 
-        The engine divides by the accumulation steps and averages over the ranks, so it has both.
+        The engine divides by the accumulation steps and averages over the replicas, so it has both.
         """
-        return self.accumulation * self.world_size / self.tokens_per_step
+        return self.accumulation * self.replicas / self.tokens_per_step
 
 
 def make_plan(config: Config, ranks: Ranks, windows: int | None = None) -> Plan:
@@ -41,7 +49,7 @@ def make_plan(config: Config, ranks: Ranks, windows: int | None = None) -> Plan:
     Raises ConfigError if the schedule does not fit into training.max_epochs.
     """
     training = config.training
-    share = training.batch_size // ranks.world_size
+    share = training.batch_size // training.pipeline.replicas(ranks.world_size)
     micro_batch_size = training.micro_batch_size or share
     steps = run_steps(config, windows)
     assert steps is not None
@@ -50,6 +58,7 @@ def make_plan(config: Config, ranks: Ranks, windows: int | None = None) -> Plan:
     tokens_per_step = training.batch_size * training.sequence_length
     return Plan(
         world_size=ranks.world_size,
+        stages=training.pipeline.stages,
         batch_size=training.batch_size,
         micro_batch_size=micro_batch_size,
         accumulation=share // micro_batch_size,

@@ -165,8 +165,8 @@ def prepare_run(config: Config, ranks: Ranks, device: torch.device, activity: Ac
         seed=config.seed if config.data.shuffle_seed is None else config.data.shuffle_seed,
         micro_batch=plan.micro_batch_size,
         max_repetitions=config.data.max_repetitions,
-        rank=ranks.rank,
-        ranks=ranks.world_size,
+        rank=ranks.rank // plan.stages,
+        ranks=plan.replicas,
     )
     return Setup(config, ranks, device, activity, memory, plan, corpus, batches)
 
@@ -188,7 +188,11 @@ def build(setup: Setup, import_initial: bool) -> tuple[Engine, Cost]:
     if compiles(config, setup.device):
         compile_sublayers(model)
     rows = derive_values(config, plan, corpus, setup.batches, model, cost.flops_per_token, setup.memory)
-    if config.deepspeed.stage == 3:
+    if plan.stages > 1:
+        from depthlm.training.pipeline.engine import PipelineEngine, draw_stage
+
+        layout = draw_stage(config, model, setup.device)
+    elif config.deepspeed.stage == 3:
         draw_shards(config, plan, model)
     elif config.deepspeed.experts > 1:
         draw_spread(config, model, setup.device)
@@ -197,7 +201,8 @@ def build(setup: Setup, import_initial: bool) -> tuple[Engine, Cost]:
     if config.init_from is not None and import_initial:
         import_weights(config, model)
     show_table("depthlm", rows, setup.ranks.rank)
-    return build_engine(config, plan, model), cost
+    engine = PipelineEngine(config, plan, model, layout, setup.device) if plan.stages > 1 else None
+    return engine or build_engine(config, plan, model), cost
 
 
 def compiles(config: Config, device: torch.device) -> bool:

@@ -46,8 +46,11 @@ def validate(
 def mechanism_diagnostics(config: Config, plan: Plan, corpus: Corpus, engine: Engine) -> dict[str, float | None]:
     """Measure the mechanism's diagnostics on the first validation batch; collective.
 
-    Returns the maximum over all ranks by its name in metrics.jsonl, None for non-finite values.
+    Returns the maximum over all ranks by its name in metrics.jsonl, None for non-finite values. Those of a pipeline are
+    not measured, since no rank has all layers.
     """
+    if plan.stages > 1:
+        return {}
     inputs, _ = next(batches(config, plan, next(iter(corpus.validation.values()))))
     with engine.evaluated(), autocast(config, engine.device):
         local = diagnose(engine.model, inputs.to(engine.device))
@@ -57,9 +60,12 @@ def mechanism_diagnostics(config: Config, plan: Plan, corpus: Corpus, engine: En
 
 
 def log_sample(config: Config, engine: Engine, corpus: Corpus) -> None:
-    """Log the model's continuation of training.sample; collective, since at ZeRO 3 no rank can compute alone."""
+    """Log the model's continuation of training.sample, but not in a pipeline.
+
+    Collective, since at ZeRO 3 no rank can compute alone.
+    """
     prompt = config.training.sample
-    if prompt is None:
+    if prompt is None or config.training.pipeline.stages > 1:
         return
     tokens = torch.tensor([[corpus.tokenizer.end_of_text, *corpus.tokenizer.encode_batch([prompt])[0]]])
     generator = torch.Generator(engine.device).manual_seed(config.seed)
@@ -111,6 +117,6 @@ def batches(
         plan.micro_batch_size,
         config.training.validation_tokens,
         documents=documents,
-        rank=torch.distributed.get_rank(),
-        ranks=plan.world_size,
+        rank=torch.distributed.get_rank() // plan.stages,
+        ranks=plan.replicas,
     )

@@ -27,6 +27,7 @@ class Mischief(Residual):
             raise ZeroDivisionError("on purpose")
         return super().read(stream)
 """
+STAGES = ("training.pipeline.stages=2", "training.pipeline.chunks=1", "training.micro_batch_size=2")
 Overrides = Callable[..., list[str]]
 Start = Callable[..., list[Forked]]
 
@@ -58,8 +59,9 @@ def ends(process: Forked) -> tuple[float, str]:
 
 
 # `python -m tests.chaos` also stops ranks
-def test_a_dead_rank_ends_the_other(two, tmp_path):
-    ranks = two()
+@pytest.mark.parametrize("overrides", [(), pytest.param(STAGES, marks=pytest.mark.slow)])
+def test_a_dead_rank_ends_the_other(two, tmp_path, overrides):
+    ranks = two(*overrides)
     wait_for_step(tmp_path / "run", 3, ranks[0])
     ranks[1].send_signal(signal.SIGKILL)
     seconds, log = ends(ranks[0])

@@ -7,6 +7,7 @@ from depthlm.config.names import check_name
 from depthlm.config.resolve import LENGTHS, tokenizer_exists
 from depthlm.config.schema import Config, run_steps, warmup_steps
 from depthlm.config.validate.decoder import check_mechanism, check_parametrization, check_shape
+from depthlm.config.validate.pipeline import check_pipeline
 from depthlm.data import DataError, padded_vocab_size, shares, train_sources
 from depthlm.distributed import launchers
 from depthlm.errors import UserError
@@ -36,6 +37,7 @@ def check_together(config: Config, given: Set[str]) -> list[str]:
         *_check_recomputation(config),
         *_check_sharding(config),
         *_check_spread(config),
+        *check_pipeline(config),
         *_check_data(config),
     ]
 
@@ -80,8 +82,12 @@ def _check_batch(config: Config, given: Set[str]) -> list[str]:
 
 
 def check_share(config: Config, ranks: int) -> list[str]:
-    """Return the mistake of a batch, or of a micro-batch, that this number of ranks cannot share."""
+    """Return the mistake of a batch, or of a micro-batch, that this number of ranks cannot share.
+
+    The ranks of a pipeline have one share.
+    """
     training = config.training
+    ranks = training.pipeline.replicas(ranks)
     if training.batch_size % ranks:
         return [
             f"training.batch_size={training.batch_size}: is not divisible by the {ranks} ranks of this run; "

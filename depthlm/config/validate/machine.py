@@ -8,6 +8,7 @@ from pathlib import Path
 from depthlm.config.resolve import tokenizer_exists
 from depthlm.config.schema import Config
 from depthlm.config.validate.checks import check_divides, check_share
+from depthlm.config.validate.pipeline import check_pipeline_ranks
 from depthlm.data import Manifest, token_folder, train_sources, validation_sources
 from depthlm.distributed import launchers
 from depthlm.errors import UserError
@@ -19,12 +20,18 @@ from depthlm.run_directory import RunDirectory, is_checkpoint
 def check_machine(config: Config) -> list[str]:
     """Return the mistakes that only this machine has: its ranks, its device, its files, a package not installed."""
     ranks = launchers.ranks().world_size
-    return [*_check_experts(config, ranks), *_check_device(config), *_check_files(config), *_check_tracker(config)]
+    return [
+        *_check_experts(config, ranks),
+        *check_pipeline_ranks(config, ranks),
+        *_check_device(config),
+        *_check_files(config),
+        *_check_tracker(config),
+    ]
 
 
 def check_ranks(config: Config, ranks: int) -> list[str]:
     """Return the mistakes of a batch, or of experts, that this number of ranks cannot share."""
-    return [*check_share(config, ranks), *_check_experts(config, ranks)]
+    return [*check_share(config, ranks), *_check_experts(config, ranks), *check_pipeline_ranks(config, ranks)]
 
 
 def check_starts(config: Config, starts: set[str]) -> list[str]:

@@ -48,7 +48,11 @@ class Engine:
     """A model with its optimizer in DeepSpeed, ready to train. model: the decoder, whose weights may be sharded.
 
     The training loop, checkpoints and benchmarks use nothing of an engine but these methods.
+
+    in_stages: whether the micro-batches of a step pass through a pipeline, by `PipelineEngine.run_batch`.
     """
+
+    in_stages = False
 
     def __init__(
         self,

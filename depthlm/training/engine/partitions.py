@@ -116,7 +116,8 @@ def nonfinite(model: nn.Module, optimizer: torch.optim.Optimizer, zero: Any | No
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point() or tensor.numel() == 0:
+    # a weight on meta is on another stage of a pipeline
+    if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_meta:
         return True
     # unlike torch.isfinite, it needs no memory
     return bool(torch.stack(tensor.detach().aminmax()).isfinite().all())

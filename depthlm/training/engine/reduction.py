@@ -143,8 +143,14 @@ class StepGuard:
     read_nll: the number, after the step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-        self.optimizer, self.max_norm, self.update = optimizer, max_norm, optimizer.step
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm: Callable[[list[nn.Parameter]], Tensor] = total_norm,
+    ) -> None:
+        """norm: returns the norm of the gradients of the whole model, of the parameters of this rank."""
+        self.optimizer, self.max_norm, self.update, self.norm = optimizer, max_norm, optimizer.step, norm
         self.nll: Tensor | None = None
         self.skip: Tensor | None = None
         self.read_nll = math.nan
@@ -154,7 +160,7 @@ class StepGuard:
         """Clip and update."""
         optimizer: Any = self.optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = total_norm(parameters)
+        norm = self.norm(parameters)
         nll = torch.full_like(norm, math.nan) if self.nll is None else self.nll
         numbers = torch.stack([x.double() for x in (norm, is_invalid(norm, self.skip), nll)])
         norm_read, overflow, self.read_nll = numbers.tolist()

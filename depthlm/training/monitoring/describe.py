@@ -44,7 +44,7 @@ def derive_values(
     memory: Memory | None,
 ) -> dict[str, str]:
     """Return the values derived from the configuration, by name."""
-    size = config.size
+    size, chunks = config.size, config.training.pipeline.chunks
     counts = count_parameters(model)
     activated = f", {count_text(counts['activated'])} activated by a token" if "activated" in counts else ""
     epochs = f" ({plan.total_tokens / corpus.tokens:.2g} epochs)" if len(corpus.train) == 1 else ""
@@ -67,8 +67,11 @@ def derive_values(
         f"warm-up {format_count(plan.warmup_steps, 'step')}, {config.schedule.name} from {config.optimizer.lr:g}",
         **({"remark": remark} if (remark := long_run_remark(config)) else {}),
         "batch": f"{plan.batch_size} sequences x {plan.sequence_length} = {plan.tokens_per_step:,} tokens = "
-        f"{format_count(plan.world_size, 'rank')} x {plan.accumulation} accumulated "
+        f"{format_count(plan.replicas, 'rank' if plan.stages == 1 else 'pipeline')} x {plan.accumulation} accumulated "
         f"x {plan.micro_batch_size} sequences",
+        **(
+            {"pipeline": f"{plan.stages} stages x {format_count(chunks, 'chunk')} of layers"} if plan.stages > 1 else {}
+        ),
         "FLOPs": f"{count_text(flops_per_token)} per token, {flops_per_token * plan.total_tokens:.3g} in all",
         "memory estimate": memory_text(config, memory),
         "dtypes": dtypes(config, model),
@@ -208,6 +211,8 @@ def mixers(config: Config) -> dict[str, str]:
 
 def memory_text(config: Config, memory: Memory | None) -> str:
     """Describe the memory estimate of a rank and the settings it holds for."""
+    if config.training.pipeline.stages > 1:
+        return "none: it is that of a rank with all layers"
     if memory is None:
         return "none: the decoder or the optimizer cannot be traced"
     recompute = config.training.activation_checkpointing

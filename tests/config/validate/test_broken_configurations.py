@@ -1,12 +1,16 @@
 """Every mistake on a command line is reported on one line with the given value, the allowed values and a suggestion."""
 
+import re
+
 import pytest
 
 from depthlm.__main__ import main
 from depthlm.commands.train import check_command_line, read_command_line
 from depthlm.config import ConfigError, compose
+from depthlm.config.validate.machine import check_ranks
 from depthlm.errors import UserError
 
+from ...options import configuration
 from ...ranks import rank_variables
 
 # overrides that are right; mistakes beside them, of which each has one error; and a part of that error
@@ -110,6 +114,18 @@ BROKEN: list[tuple[str, dict[str, str]]] = [
     (
         "precision=bf16 deepspeed=zero2",
         {"deepspeed.offload=cpu": "zero3_offload", "precision.fp32_residual=true": "deepspeed.stage=2"},
+    ),
+    ("", {"training.pipeline.chunks=2": "needs training.pipeline.stages"}),
+    (
+        "precision=fp32",
+        {
+            "training.pipeline.stages=2": "must divide the number of ranks of this run, 1; allowed: 1",
+            "training.pipeline.chunks=9": "18 chunks need as many layers; allowed: stages times chunks up to 4",
+            "deepspeed=zero1": "allowed: deepspeed=zero0",
+            "deepspeed.communication_data_type=bf16": "allowed: auto",
+            "training.log_blocks_every=5": "does not measure sublayers",
+            "backbone=qwen3_moe": "which no rank has",
+        },
     ),
     ("backbone=olmoe", {"deepspeed=zero3 deepspeed.experts=2": "zero0, zero1 or zero2"}),
     # found before all of these
@@ -234,6 +250,20 @@ def test_a_batch_that_is_not_divisible_by_the_ranks_is_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="is not divisible by the 3 ranks"):
         compose(["training.batch_size=32"])
+
+
+def test_a_pipeline_needs_a_multiple_of_its_stages_of_ranks_and_micro_batches():
+    given = ["size.num_layers=6", "training.pipeline.stages=3", "training.batch_size=24"]
+    for ranks, micro_batch, mistake in (
+        (4, 1, "number of ranks of this run, 4; allowed: 2, 4"),
+        (3, None, "1 micro-batches of a pipeline's share of the batch, 24, are no multiple of .*; allowed: 1, 2, 4, 8"),
+        (6, 3, "4 micro-batches of a pipeline's share of the batch, 12, .*; allowed: 1, 2, 4"),
+        (6, 2, None),
+    ):
+        size = "null" if micro_batch is None else micro_batch
+        config = configuration(*given, f"training.micro_batch_size={size}")
+        errors = check_ranks(config, ranks)
+        assert (errors == []) if mistake is None else re.search(mistake, "\n".join(errors)), errors
 
 
 def test_compile_without_a_compiler_is_refused(monkeypatch):

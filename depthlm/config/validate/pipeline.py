@@ -1,0 +1,51 @@
+"""Checks of a pipeline: what it cannot train, and the ranks and micro-batches that it needs."""
+
+from depthlm.config.errors import join_names
+from depthlm.config.schema import Config
+
+
+def check_pipeline(config: Config) -> list[str]:
+    """Return the mistakes of settings that a pipeline excludes."""
+    training, sharding, depth = config.training, config.deepspeed, config.model.loops * config.size.num_layers
+    stages, chunks, dtype = training.pipeline.stages, training.pipeline.chunks, sharding.communication_data_type
+    if stages == 1:
+        given = f"training.pipeline.chunks={chunks}"
+        return [f"{given}: needs training.pipeline.stages of 2 or more"] if chunks > 1 else []
+    refused = {
+        f"deepspeed.stage={sharding.stage}": sharding.stage > 0
+        and "ZeRO shards over ranks with the same weights, and stages have other layers; allowed: deepspeed=zero0",
+        f"deepspeed.communication_data_type={dtype}": dtype != "auto"
+        and "a pipeline reduces gradients in the dtype of the weights; allowed: auto",
+        "precision=fp16": config.precision.name == "fp16"
+        and "a pipeline has no loss scale; allowed: precision=bf16 or fp32",
+        "backbone.mlp=experts": config.backbone.mlp == "experts"
+        and "the load of the experts is balanced over all layers, which no rank has; allowed: swiglu or relu",
+        f"training.log_blocks_every={training.log_blocks_every}": training.log_blocks_every is not None
+        and "a pipeline does not measure sublayers; allowed: null",
+        f"training.pipeline.chunks={chunks}": stages * chunks > depth
+        and f"{stages * chunks} chunks need as many layers; allowed: stages times chunks up to {depth}",
+    }
+    return [f"training.pipeline.stages={stages} with {setting}: {why}" for setting, why in refused.items() if why]
+
+
+def check_pipeline_ranks(config: Config, ranks: int) -> list[str]:
+    """Return the mistakes of a pipeline with so many ranks."""
+    training, stages = config.training, config.training.pipeline.stages
+    if stages == 1:
+        return []
+    if ranks % stages:
+        allowed = join_names(n for n in range(2, ranks + 1) if ranks % n == 0) or "1, or more ranks"
+        return [
+            f"training.pipeline.stages={stages}: must divide the number of ranks of this run, {ranks}; "
+            f"allowed: {allowed}"
+        ]
+    share = training.batch_size // training.pipeline.replicas(ranks)
+    micro_batches = share // (training.micro_batch_size or share)
+    if micro_batches % stages:
+        allowed = join_names(n for n in range(1, share + 1) if share % (n * stages) == 0)
+        advice = f"allowed: {allowed}" if allowed else f"give a training.batch_size that {stages} divides"
+        return [
+            f"training.micro_batch_size={training.micro_batch_size}: {micro_batches} micro-batches of a pipeline's "
+            f"share of the batch, {share}, are no multiple of training.pipeline.stages={stages}; {advice}"
+        ]
+    return []
