@@ -96,11 +96,12 @@ def read_config(file: Path, subject: str) -> Config:
         raise UserError(f"{subject} cannot be read ({error})") from None
     if not saved or not isinstance(saved, dict):
         raise UserError(f"{subject} cannot be read (it has no keys)")
-    config, errors = validate_values(_of_this_version(saved))
+    config, errors = validate_values(of_this_version(saved))
     if config is None:
         is_foreign = any("no such key" in error for error in errors)
         what = "not the configuration of a run of this version: " if is_foreign else ""
-        raise UserError(f"{file}: {what}{'; '.join(errors)}")
+        remedy = "; environment.json names the version that can read it" if is_foreign else ""
+        raise UserError(f"{file}: {what}{'; '.join(errors)}{remedy}")
     return config
 
 
@@ -113,7 +114,7 @@ def as_text(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def _of_this_version(saved: dict[str, Any]) -> dict[str, Any]:
+def of_this_version(saved: dict[str, Any]) -> dict[str, Any]:
     """Return a saved configuration with the keys of this version.
 
     Runs without `precision.fp32_residual` had it under autocast; `experiment.best_over` was a list. Keys that this
@@ -139,7 +140,7 @@ def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:
     A run of an older version lacks newer keys, whose defaults must have the effect that it had without them.
     """
     differences: dict[str, str] = {}
-    saved = saved if prefix else _of_this_version(saved)
+    saved = saved if prefix else of_this_version(saved)
     for key in sorted({*saved, *now}):
         name = f"{prefix}{key}"
         if on_resume(name) == "free":

@@ -1,7 +1,7 @@
 """Edges over depth: the weight with which a read takes each of its sources, and changes of these weights.
 
 Before it uses them, a mechanism passes the weights of a read to `edited` of its connection or attention. There an edit
-may change them: such as an intervention of `inspect`. The other reads are not affected.
+may change them, such as an intervention of `inspect`. The other reads are not affected.
 """
 
 from collections.abc import Callable, Sequence

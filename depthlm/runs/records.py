@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from depthlm.config.keys import flatten
+from depthlm.config.saved import of_this_version
 from depthlm.files import open_regular, read_json, read_yaml
 from depthlm.run_directory import RunDirectory
 
@@ -224,7 +225,7 @@ def recorded_settings(directory: str | Path) -> dict[str, Any]:
     A run that was extended has `extended_at`, the steps at which it was complete: each time, its schedule had ended.
     """
     run = RunDirectory(Path(directory))
-    settings = flatten(read_yaml(run.config))
+    settings = flatten(of_this_version(read_yaml(run.config)))
     steps = run.extended_at() if settings else []
     return settings | ({"extended_at": steps} if steps else {})
 

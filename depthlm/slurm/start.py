@@ -61,6 +61,8 @@ def memory_note(points: Iterable[Point], cluster: Cluster) -> str:
         ((point.directory, point.config_elsewhere()) for point in points),
         key=lambda one: one[1].size.hidden_size * one[1].model.loops * one[1].size.num_layers,
     )
+    if config.training.pipeline.stages > 1:
+        return "memory is not estimated for a pipeline"
     estimator, ranks = MemoryEstimator(config, "cuda"), cluster.ranks()
     share = config.training.batch_size // ranks.world_size
     size = config.training.micro_batch_size or share

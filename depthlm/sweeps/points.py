@@ -196,6 +196,9 @@ def _product(overrides: Sequence[str]) -> Iterator[list[str]]:
         override = _parse(text)
         if override is not None and override.is_sweep_override() and override.is_discrete_sweep():
             name = override.get_key_element()
+            if "sort(range(" in text.replace(" ", ""):
+                # Hydra changes the ends, and with them the values
+                raise ConfigError([f"{text}: Hydra may give other values than those of the range; list them"])
             axes.append([f"{name}={value}" for value in override.sweep_string_iterator()])
         else:
             axes.append([text])

@@ -220,7 +220,7 @@ def test_the_residual_map_of_streams_as_the_identity():
 
 
 @pytest.mark.parametrize("mechanism", [*mechanisms()], ids=lambda mechanism: mechanism.__name__)
-def test_every_mechanism_with_weights_of_sources_has_edges(mechanism):
+def test_every_mechanism_with_weights_of_sources_passes_them_through_edited(mechanism):
     part = "connection" if issubclass(mechanism, Connection) else "attention"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CLASSES, "tried", mechanism)

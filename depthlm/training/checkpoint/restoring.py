@@ -23,7 +23,7 @@ from depthlm.config.saved import compare
 from depthlm.distributed.process_group import gather, on_rank_0
 from depthlm.errors import UserError
 from depthlm.run_directory import RunDirectory
-from depthlm.runs.checkpoints import STATE, checkpoint_of, newest_checkpoint, read_manifest, remove_leftovers
+from depthlm.runs.checkpoints import checkpoint_of, newest_checkpoint, read_manifest, remove_leftovers
 from depthlm.runs.manifest import CheckpointError, Manifest, Progress
 from depthlm.training.engine import Engine
 from depthlm.training.plan import Plan
@@ -124,13 +124,8 @@ def rewind_to(config: Config, plan: Plan, engine: Engine, step: int) -> Progress
 def needs_repartition(path: Path, manifest: Manifest, config: Config, plan: Plan) -> bool:
     """Return whether the checkpoint must be repartitioned for the ranks of this run.
 
-    Raises UserError if it cannot be loaded at the ZeRO stage of this run, or has the weights alone.
+    Raises UserError if it cannot be loaded at the ZeRO stage of this run.
     """
-    if not any(name.startswith(f"{STATE}/") for name in manifest.files):
-        raise UserError(
-            f"{path} has weights, but no state of the optimizer; start a new run with "
-            f"them: init_from={path.parent.parent} output_dir=..."
-        )
     saved, stage = manifest.stage, config.deepspeed.stage
     if STATE_LAYOUTS[saved] != STATE_LAYOUTS[stage]:
         raise UserError(
