@@ -11,8 +11,7 @@ class Pipeline:
 
     stages: int = key(
         1,
-        "stages P; P adjacent ranks are a pipeline, and the number of ranks over P the number of its replicas; 1: no "
-        "pipeline",
+        "stages P; P adjacent ranks are a pipeline, and the ranks / P pipelines share the batch; 1: no pipeline",
         minimum=1,
         on_resume="logged",
     )

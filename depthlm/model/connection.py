@@ -146,6 +146,11 @@ class Connection(nn.Module):
     def settle(self, state: State) -> State:
         """Return a state as a pipeline sends it: without reads made ahead, and with its pending write performed."""
         if getattr(state, "pending", None) is not None:
+            if not hasattr(state, "settled"):
+                raise TypeError(
+                    f"{type(state).__qualname__}: has a field `pending` and no method `settled`, which returns the "
+                    "state with that write performed; a pipeline calls it"
+                )
             state = state.settled()
         return state._replace(ahead=()) if getattr(state, "ahead", ()) else state
 

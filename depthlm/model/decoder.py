@@ -138,7 +138,7 @@ class Decoder(nn.Module):
             None: see `ends_of_documents`.
         seeds_b: int32, for `backbone.dropout` in training, one per sequence; None: no dropout.
         """
-        prefix, routings = self.run(tokens_bt, None, None, cache, observer, ends_bt, seeds_b)
+        prefix, routings = self.run(tokens_bt, cache=cache, observer=observer, ends_bt=ends_bt, seeds_b=seeds_b)
         hidden_btd = self.close(prefix, observer)
         if targets_bt is None:
             with using(self.kernels):
@@ -158,7 +158,8 @@ class Decoder(nn.Module):
         after: Prefix | None = None,
     ) -> Tensor:
         """Return hidden_btd before the final norm. after: begin there, with what was computed for the same tokens."""
-        return self.close(self.run(tokens_bt, after, None, cache, observer, ends_bt)[0], observer)
+        prefix, _ = self.run(tokens_bt, after, cache=cache, observer=observer, ends_bt=ends_bt)
+        return self.close(prefix, observer)
 
     def close(self, prefix: Prefix, observer: Observer = UNOBSERVED) -> Tensor:
         """Return hidden_btd before the final norm, after the last layer."""

@@ -201,8 +201,9 @@ def build(setup: Setup, import_initial: bool) -> tuple[Engine, Cost]:
     if config.init_from is not None and import_initial:
         import_weights(config, model)
     show_table("depthlm", rows, setup.ranks.rank)
-    engine = PipelineEngine(config, plan, model, layout, setup.device) if plan.stages > 1 else None
-    return engine or build_engine(config, plan, model), cost
+    if plan.stages > 1:
+        return PipelineEngine(config, plan, model, layout, setup.device), cost
+    return build_engine(config, plan, model), cost
 
 
 def compiles(config: Config, device: torch.device) -> bool:

@@ -65,7 +65,10 @@ def log_sample(config: Config, engine: Engine, corpus: Corpus) -> None:
     Collective, since at ZeRO 3 no rank can compute alone.
     """
     prompt = config.training.sample
-    if prompt is None or config.training.pipeline.stages > 1:
+    if prompt is None:
+        return
+    if config.training.pipeline.stages > 1:
+        log.info("training.sample: no sample in a pipeline, whose ranks have parts of the model")
         return
     tokens = torch.tensor([[corpus.tokenizer.end_of_text, *corpus.tokenizer.encode_batch([prompt])[0]]])
     generator = torch.Generator(engine.device).manual_seed(config.seed)

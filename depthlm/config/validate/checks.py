@@ -87,17 +87,17 @@ def check_share(config: Config, ranks: int) -> list[str]:
     The ranks of a pipeline have one share.
     """
     training = config.training
-    ranks = training.pipeline.replicas(ranks)
+    ranks, name = training.pipeline.replicas(ranks), "ranks" if training.pipeline.stages == 1 else "pipelines"
     if training.batch_size % ranks:
         return [
-            f"training.batch_size={training.batch_size}: is not divisible by the {ranks} ranks of this run; "
+            f"training.batch_size={training.batch_size}: is not divisible by the {ranks} {name} of this run; "
             f"allowed: multiples of {ranks}"
         ]
     share = training.batch_size // ranks
     if training.micro_batch_size is not None and share % training.micro_batch_size:
         return [
-            f"training.micro_batch_size={training.micro_batch_size}: does not divide a rank's share of the batch, "
-            f"{training.batch_size} / {ranks} ranks = {share}; "
+            f"training.micro_batch_size={training.micro_batch_size}: does not divide a share of the batch, "
+            f"{training.batch_size} / {ranks} {name} = {share}; "
             f"allowed: {join_names(m for m in range(1, share + 1) if share % m == 0)}"
         ]
     return []

@@ -1,6 +1,7 @@
 """Checks of a pipeline: what it cannot train, and the ranks and micro-batches that it needs."""
 
 from depthlm.config.errors import join_names
+from depthlm.config.keys import override_text
 from depthlm.config.schema import Config
 
 
@@ -11,21 +12,41 @@ def check_pipeline(config: Config) -> list[str]:
     if stages == 1:
         given = f"training.pipeline.chunks={chunks}"
         return [f"{given}: needs training.pipeline.stages of 2 or more"] if chunks > 1 else []
-    refused = {
-        f"deepspeed.stage={sharding.stage}": sharding.stage > 0
-        and "ZeRO shards over ranks with the same weights, and stages have other layers; allowed: deepspeed=zero0",
-        f"deepspeed.communication_data_type={dtype}": dtype != "auto"
-        and "a pipeline reduces gradients in the dtype of the weights; allowed: auto",
-        "precision=fp16": config.precision.name == "fp16"
-        and "a pipeline has no loss scale; allowed: precision=bf16 or fp32",
-        "backbone.mlp=experts": config.backbone.mlp == "experts"
-        and "the load of the experts is balanced over all layers, which no rank has; allowed: swiglu or relu",
-        f"training.log_blocks_every={training.log_blocks_every}": training.log_blocks_every is not None
-        and "a pipeline does not measure sublayers; allowed: null",
-        f"training.pipeline.chunks={chunks}": stages * chunks > depth
-        and f"{stages * chunks} chunks need as many layers; allowed: stages times chunks up to {depth}",
-    }
-    return [f"training.pipeline.stages={stages} with {setting}: {why}" for setting, why in refused.items() if why]
+    # whether a setting is refused, the setting, and why
+    settings = [
+        (
+            sharding.stage > 0,
+            f"deepspeed.stage={sharding.stage}",
+            "ZeRO shards over ranks with the same weights, and each stage has different layers; allowed: "
+            "deepspeed=zero0",
+        ),
+        (
+            dtype != "auto",
+            f"deepspeed.communication_data_type={dtype}",
+            "a pipeline reduces gradients in the dtype of the weights; allowed: auto",
+        ),
+        (
+            config.precision.name == "fp16",
+            "precision=fp16",
+            "a pipeline has no loss scale; allowed: precision=bf16 or fp32",
+        ),
+        (
+            config.backbone.mlp == "experts",
+            "backbone.mlp=experts",
+            "the load of the experts is balanced over all layers, which no rank has; allowed: swiglu or relu",
+        ),
+        (
+            training.log_blocks_every is not None,
+            f"training.log_blocks_every={training.log_blocks_every}",
+            "a pipeline does not measure sublayers; allowed: null",
+        ),
+        (
+            stages * chunks > depth,
+            f"training.pipeline.chunks={chunks}",
+            f"{stages * chunks} chunks need as many layers; allowed: stages times chunks up to {depth}",
+        ),
+    ]
+    return [f"training.pipeline.stages={stages} with {name}: {why}" for refused, name, why in settings if refused]
 
 
 def check_pipeline_ranks(config: Config, ranks: int) -> list[str]:
@@ -39,13 +60,17 @@ def check_pipeline_ranks(config: Config, ranks: int) -> list[str]:
             f"training.pipeline.stages={stages}: must divide the number of ranks of this run, {ranks}; "
             f"allowed: {allowed}"
         ]
-    share = training.batch_size // training.pipeline.replicas(ranks)
+    share, rest = divmod(training.batch_size, training.pipeline.replicas(ranks))
+    if rest:
+        # `check_share` reports it
+        return []
     micro_batches = share // (training.micro_batch_size or share)
     if micro_batches % stages:
         allowed = join_names(n for n in range(1, share + 1) if share % (n * stages) == 0)
         advice = f"allowed: {allowed}" if allowed else f"give a training.batch_size that {stages} divides"
         return [
-            f"training.micro_batch_size={training.micro_batch_size}: {micro_batches} micro-batches of a pipeline's "
-            f"share of the batch, {share}, are no multiple of training.pipeline.stages={stages}; {advice}"
+            f"training.micro_batch_size={override_text(training.micro_batch_size)}: the number of micro-batches in a "
+            f"pipeline's share of the batch, {micro_batches} in {share}, must be a multiple of "
+            f"training.pipeline.stages={stages}; {advice}"
         ]
     return []

@@ -149,7 +149,7 @@ class StepGuard:
         max_norm: float,
         norm: Callable[[list[nn.Parameter]], Tensor] = total_norm,
     ) -> None:
-        """norm: returns the norm of the gradients of the whole model, of the parameters of this rank."""
+        """norm: given the parameters of this rank, returns the norm of the gradient of the whole model."""
         self.optimizer, self.max_norm, self.update, self.norm = optimizer, max_norm, optimizer.step, norm
         self.nll: Tensor | None = None
         self.skip: Tensor | None = None

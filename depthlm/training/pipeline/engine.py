@@ -50,7 +50,7 @@ class PipelineEngine(Engine):
             destroy=lambda: None,
         )
         super().__init__(substitute, model, optimizer, None, guard)
-        self.layout, self.caching, self.updates = layout, config.training.pipeline.caching, 0
+        self.layout, self.caching, self.global_steps = layout, config.training.pipeline.caching, 0
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.buckets = buckets_of(self.parameters.values(), config.deepspeed.bucket_elements(0))
         # by the shape of a batch, and whether it has gradients
@@ -100,6 +100,7 @@ class PipelineEngine(Engine):
             work.wait()
         for stage in self.stages:
             stage.memory.clear()
+            stage.outputs.clear()
         zero = torch.zeros((), device=self.device)
         return self.stages[-1].losses.pop(0, Loss(zero, zero, zero.long()))
 
@@ -113,7 +114,9 @@ class PipelineEngine(Engine):
             cuts: list[Any] = []
             for chunk in layout.chunks[:-1]:
                 own, stage = divmod(chunk.number, layout.stages)
-                described = [self.stages[own].rehearse(inputs, cuts) if stage == layout.stage else None]
+                # a resumed run rehearses again, and must draw the same numbers
+                with torch.random.fork_rng():
+                    described = [self.stages[own].rehearse(inputs, cuts) if stage == layout.stage else None]
                 sender = layout.replica * layout.stages + stage
                 torch.distributed.broadcast_object_list(described, sender, layout.group)
                 cuts += described[0] or []
@@ -121,27 +124,31 @@ class PipelineEngine(Engine):
         return self.routes[shape]
 
     def average_gradients(self) -> None:
-        """Add up the gradients of parameters of several stages, and average all over the replicas; collective."""
-        for name, parameter in self.parameters.items():
+        """Average the gradients over the replicas, and add up those of parameters of several stages; collective.
+
+        In this order, the copies of a parameter on several stages get the same bits.
+        """
+        for parameter in self.parameters.values():
             if parameter.grad is None:
                 # as in DeepSpeed
                 parameter.grad = torch.zeros_like(parameter)
-            if (owners := self.layout.owners[name]) in self.layout.shared:
-                torch.distributed.all_reduce(parameter.grad, group=self.layout.shared[owners])
         for bucket in self.buckets if self.layout.replicas is not None else []:
             flat = torch.cat([p.grad.reshape(-1) for p in bucket if p.grad is not None])
             torch.distributed.all_reduce(flat, group=self.layout.replicas)
             flat /= torch.distributed.get_world_size(self.layout.replicas)
             for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 parameter.grad = part.view_as(parameter)
+        for name, parameter in self.parameters.items():
+            if (owners := self.layout.owners[name]) in self.layout.shared:
+                torch.distributed.all_reduce(parameter.grad, group=self.layout.shared[owners])
 
-    def counted(self) -> dict[str, nn.Parameter]:
+    def own_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of which this stage is the first that has them."""
         return {name: p for name, p in self.parameters.items() if self.layout.owners[name][0] == self.layout.stage}
 
     def norm(self, _: list[nn.Parameter]) -> Tensor:
         """Return the norm of the gradients of all stages, in fp64; collective in a pipeline."""
-        norm = nn.utils.get_total_norm([p.grad for p in self.counted().values() if p.grad is not None])
+        norm = nn.utils.get_total_norm([p.grad for p in self.own_parameters().values() if p.grad is not None])
         square = norm.to(self.device, torch.float64).square()
         torch.distributed.all_reduce(square, group=self.layout.group)
         return square.sqrt()
@@ -150,20 +157,22 @@ class PipelineEngine(Engine):
         """Clip the gradient and update the weights, if it is finite on all ranks."""
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.updates += 1
+        self.global_steps += 1
 
     def state(self, checkpoint: Path) -> dict[Path, Any]:
         """Return the content of the file of a checkpoint on rank 0, as DeepSpeed writes it at ZeRO 0; collective."""
-        states = {name: self.optimizer.state[p] for name, p in self.counted().items() if p in self.optimizer.state}
+        states = {
+            name: self.optimizer.state[p] for name, p in self.own_parameters().items() if p in self.optimizer.state
+        }
         groups = [{key: x for key, x in g.items() if key != "params"} for g in self.optimizer.param_groups]
-        parts = collect((states, groups, self.counted()), self.layout, self.device)
+        parts = collect((states, groups, self.own_parameters()), self.layout, self.device)
         if not parts:
             return {}
         content = {
             "module": self.join([weights for _, _, weights in parts]),
             "optimizer": join_optimizers([part[:2] for part in parts], self.layout.groups),
             "lr_scheduler": None,
-            "global_steps": self.updates,
+            "global_steps": self.global_steps,
             "global_samples": 0,
             "skipped_steps": 0,
             "dp_world_size": 1,
@@ -174,7 +183,7 @@ class PipelineEngine(Engine):
     def weights(self, keep: Callable[[str, Tensor], Tensor] = copy_to_cpu) -> dict[str, Tensor]:
         """Return the weights of all stages by name on rank 0, each copied by `keep`, and {} elsewhere; collective."""
         with self.evaluated():
-            parts = collect(self.counted(), self.layout, self.device)
+            parts = collect(self.own_parameters(), self.layout, self.device)
         return {name: keep(name, weight) for name, weight in self.join(parts).items()}
 
     def join(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -184,7 +193,7 @@ class PipelineEngine(Engine):
 
     def load_state(self, checkpoint: Path, saved_experts: int | None = None) -> None:
         """Load the weights and the optimizer of this stage from a checkpoint. Raises CheckpointError."""
-        self.updates = load(checkpoint, self.model, self.optimizer)
+        self.global_steps = load(checkpoint, self.model, self.optimizer)
 
 
 def draw_stage(config: Config, model: Decoder, device: torch.device) -> Layout:

@@ -20,7 +20,7 @@ class Layout(NamedTuple):
 
     chunks: all of them. owners: of each parameter. groups: the names of the optimizer's groups, of all stages.
     group: the ranks of this pipeline. replicas: the ranks with the same stage; None if there is one pipeline.
-    shared: by the owners of parameters that several stages have, of which this is one, their ranks.
+    shared: the process group of each set of stages that share a parameter, if this stage is one of them.
     """
 
     stage: int

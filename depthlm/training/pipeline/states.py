@@ -38,7 +38,8 @@ def collect(tree: Any, layout: Layout, device: torch.device) -> list[Any]:
     def receive(leaf: Any, stage: int) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        buffer = torch.empty_like(leaf, device=device)
+        # contiguous, also where the state of the sender is not
+        buffer = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
         torch.distributed.recv(buffer, stage, layout.group)
         return buffer.cpu()
 

@@ -256,8 +256,8 @@ def test_a_pipeline_needs_a_multiple_of_its_stages_of_ranks_and_micro_batches():
     given = ["size.num_layers=6", "training.pipeline.stages=3", "training.batch_size=24"]
     for ranks, micro_batch, mistake in (
         (4, 1, "number of ranks of this run, 4; allowed: 2, 4"),
-        (3, None, "1 micro-batches of a pipeline's share of the batch, 24, are no multiple of .*; allowed: 1, 2, 4, 8"),
-        (6, 3, "4 micro-batches of a pipeline's share of the batch, 12, .*; allowed: 1, 2, 4"),
+        (3, None, r"micro_batch_size=null: .* 1 in 24, must be a multiple of .*; allowed: 1, 2, 4, 8"),
+        (6, 3, "share of the batch, 4 in 12, .*; allowed: 1, 2, 4"),
         (6, 2, None),
     ):
         size = "null" if micro_batch is None else micro_batch

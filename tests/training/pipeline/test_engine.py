@@ -91,8 +91,10 @@ def test_options(two_ranks, dtype):
 def test_three_stages_and_two_replicas_of_two(several_ranks):
     count, ranks = several_ranks
     stages = 3 if count == 3 else 2
-    given = ["model=attention_residuals", "backbone.tie_embeddings=true", "training.batch_size=8"]
-    run = [*given, f"training.pipeline.stages={stages}"]
-    results = [each for (each,) in ranks(all_pipeline_updates, [run], torch.float64)]
-    compare(given, results, torch.float64)
-    assert sent_by(results, stages - 1) == counted(given, stages, 1)
+    tied = "model=attention_residuals backbone.tie_embeddings=true"
+    given = [[*options.split(), "training.batch_size=8"] for options in (tied, "model=mhc", "model=dca", "model=moda")]
+    runs = [[*options, f"training.pipeline.stages={stages}"] for options in given]
+    results = ranks(all_pipeline_updates, runs, torch.float64)
+    for options, *found in zip(given, *results, strict=True):
+        compare(options, found, torch.float64)
+        assert sent_by(found, stages - 1) == counted(options, stages, 1)

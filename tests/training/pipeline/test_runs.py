@@ -50,7 +50,8 @@ def test_a_run_moves_between_pipelines_and_one_process(train_run):
 @pytest.mark.parametrize(
     ("overrides", "tolerance"),
     [
-        ("backbone.dropout=0.2", 1e-5),
+        # whose states are not contiguous
+        ("backbone.dropout=0.2 optimizer=soap", 1e-3),
         ("model=mhc precision=bf16 data.document_mask=true", 3e-3),
         ("model=moda data.document_mask=true training.activation_checkpointing=selective optimizer=muon", 1e-3),
     ],
@@ -69,7 +70,7 @@ def train_with_a_bad_gradient(overrides: list[str]) -> int:
 
     def average_and_spoil(engine: PipelineEngine) -> None:
         average(engine)
-        if engine.updates == 1 and engine.layout.stage == 1:
+        if engine.global_steps == 1 and engine.layout.stage == 1:
             engine.model.final_norm.weight.grad.fill_(float("nan"))
 
     with mock.patch.object(PipelineEngine, "average_gradients", average_and_spoil):
