@@ -182,6 +182,8 @@ def waits_of_step(overrides: list[str]) -> Counter[str]:
 class FakeEngine:
     """What training calls of an engine, with bf16 under autocast, as at ZeRO 0. guard: updates; None: nothing does."""
 
+    in_stages = False
+
     def __init__(self, model: Decoder, guard: StepGuard | None = None) -> None:
         self.model, self.guard = model, guard
 
