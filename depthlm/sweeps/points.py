@@ -1,6 +1,7 @@
 """The points of a sweep, as `train.py -m`, slurm/submit.py and `depthlm report` derive them from overrides."""
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -196,13 +197,22 @@ def _product(overrides: Sequence[str]) -> Iterator[list[str]]:
         override = _parse(text)
         if override is not None and override.is_sweep_override() and override.is_discrete_sweep():
             name = override.get_key_element()
-            if "sort(range(" in text.replace(" ", ""):
-                # Hydra changes the ends, and with them the values
-                raise ConfigError([f"{text}: Hydra may give other values than those of the range; list them"])
-            axes.append([f"{name}={value}" for value in override.sweep_string_iterator()])
+            values = list(override.sweep_string_iterator())
+            _check_sorted(text, values)
+            axes.append([f"{name}={value}" for value in values])
         else:
             axes.append([text])
     return (list(point) for point in itertools.product(*axes))
+
+
+def _check_sorted(text: str, values: Sequence[str]) -> None:
+    """Raise ConfigError if a sorted range has other values than the range: Hydra sorts one by changing its ends."""
+    inner = re.search(r"range\([^()]*\)", text)
+    plain = _parse(f"{text.partition('=')[0]}={inner[0]}") if inner and "sort(" in text else None
+    if plain is not None and sorted(plain.sweep_string_iterator()) != sorted(values):
+        wanted = ",".join(sorted(plain.sweep_string_iterator(), key=float))
+        what = f"Hydra gives the values {','.join(values)}, which are not those of {inner[0] if inner else text}"
+        raise ConfigError([f"{text}: {what}; list them, as in {text.partition('=')[0]}={wanted}"])
 
 
 def _experiment_points(overrides: list[str], name: str, config_dir: str | Path | None) -> list[Point]:
