@@ -116,9 +116,12 @@ def luck_of(rows: Sequence[Row], selection: Sequence[Row], column: Column) -> di
     rows of these. 0 where nothing was chosen, or where no row has two seeds.
     """
     known = pool_deviations([measure_column(row, column) for row in rows])
+    grids: dict[frozenset[tuple[str, str]], list[Row]] = {}
+    for each in selection:
+        grids.setdefault(group_of(each.points[0]), []).append(each)
     luck = {}
     for row, measured in zip(rows, known, strict=True):
-        grid = [each for each in selection if group_of(each.points[0]) == group_of(row.points[0])]
+        grid = grids.get(group_of(row.points[0]), [])
         # a value that diverged with a seed is not chosen
         losses = [list(values) for each in grid if len(values := by_seed(each, column).values()) == len(each.runs)]
         sign = 1 if column.better == "lower" else -1

@@ -57,6 +57,9 @@ def train_step(
     skipped. mark: called with each phase of the step. observer: sees every micro-batch, which needs `graphs=None`.
     routing: gets the routing of a model with experts. seeds: of dropout, [accumulation, micro_batch].
     graphs: replay the micro-batches; None: no graphs.
+
+    In a pipeline, the engine runs the micro-batches, with the z-loss of its configuration and without an observer,
+    routing or graphs.
     """
     replays = graphs is not None and graphs.begin_step()
     if seeds is not None and seeds.device != batch.device:

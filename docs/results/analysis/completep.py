@@ -154,7 +154,8 @@ def results(study: Study) -> Table:
     arms = {name: study.compare(name) for name in (*MECHANISMS, "control")}
     control = arms["control"]
     holds = control is not None and abs(control.interaction.mean) <= (control.interaction.interval or 0.0)
-    table = [_line(name, arm, holds, _shown(arms, holds)) for name, arm in arms.items()]
+    shown = _shown(arms, holds)
+    table = [_line(name, arm, holds, shown) for name, arm in arms.items()]
     for name in MECHANISMS:
         if arms[name] is not None and len(layers := study.stable_layers(name)) == 1:
             others = arms | {name: study.compare(name, layers)}
