@@ -61,10 +61,9 @@ class Experiment:
         above=0,
     )
     columns: dict[str, Column] = key({}, "columns of the table; the figure shows the first")
-    figure: Literal["none", "bars", "scaling", "lines", "heatmap"] = key(
+    figure: Literal["none", "bars", "scaling", "lines"] = key(
         "none",
-        "bars: one per point; scaling: the fit L = a C^b of each series; lines: along x; heatmap: over x and y, one "
-        "per series",
+        "bars: one per point; scaling: the fit L = a C^b of each series; lines: along x",
     )
     curves: list[Literal["steps", "tokens", "time", "depth"]] = key(
         [],
@@ -76,7 +75,6 @@ class Experiment:
     baseline: str = key("vanilla", "value of that setting with which the others are compared")
     fits: dict[str, list[float]] = key({}, "scaling: a and b of L = a C^b in the paper, by series; C in PFLOP/s-days")
     x: str = key("parameters", "x axis: a setting of the points, or a key of summary.json")
-    y: str | None = key(None, "heatmap: setting of the y axis")
     assumed: list[str] = key([], "settings that the paper does not give, and the values assumed for them")
     notes: list[str] = key([], "further notes that a comparison needs")
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import NamedTuple
 
 from depthlm.config.experiment import Column
 from depthlm.report.figures.style import mechanism_of, style_of
@@ -37,8 +36,7 @@ LEGEND = (
     "Costs are multiples of the reference's, mean over seeds. Training time: tokens over tokens per second, so it only "
     "compares runs of one kind of machine; unknown where the logged speeds of a run do not determine it within "
     f"{PRECISION:.0%}. Memory of generation: parameters and the KV cache of one sequence of {CONTEXT:,} tokens, both "
-    "in 16 bits. Bars in the figure: 95% intervals over seeds. Grey lines: the front, the rows that no other row beats "
-    "in both loss and cost, where the intervals separate them."
+    "in 16 bits. Bars in the figure: 95% intervals over seeds."
 )
 
 
@@ -104,14 +102,6 @@ def cost_table(sweep: Sweep, rows: Sequence[Row]) -> Table | None:
     return Table(["", "loss", *HEADS.values()], lines, title) if lines else None
 
 
-class CostPoint(NamedTuple):
-    """A row in a figure: its cost, its number, and half the width of the number's 95% interval, None for one seed."""
-
-    cost: float
-    value: float
-    interval: float | None
-
-
 def draw_costs(sweep: Sweep, rows: Sequence[Row], costs: Mapping[str, Column], path: Path) -> None:
     """Draw the first column of these rows over each cost that a row has, a panel each, with 95% intervals."""
     name, column = sweep.first
@@ -125,22 +115,14 @@ def draw_costs(sweep: Sweep, rows: Sequence[Row], costs: Mapping[str, Column], p
     for empty in panels[len(shown) :]:
         empty.remove()
     for panel, cost in zip(panels, shown, strict=False):
-        every_point: list[CostPoint] = []
         for each, style in zip(series, styles, strict=True):
-            points = [
-                CostPoint(x.mean, y.mean, y.interval)
-                for row in each.rows
-                if (x := measure_column(row, cost)) is not None and (y := numbers[row.label]) is not None
-            ]
-            every_point += points
-            panel.errorbar(
-                [point.cost for point in points], [point.value for point in points],
-                [point.interval or 0.0 for point in points], fmt=style.marker, color=style.colour,
-                ms=7, mec="white", mew=0.6, elinewidth=1.2, label=short(each.name), zorder=3,
-            )  # fmt: skip
-        front = find_front(every_point, lower=column.better == "lower")
-        costs_of_front, values = [point.cost for point in front], [point.value for point in front]
-        panel.plot(costs_of_front, values, color="#999999", lw=1.2, drawstyle="steps-post")
+            pairs = [(measure_column(row, cost), numbers[row.label]) for row in each.rows]
+            points = [(x.mean, y.mean, y.interval or 0.0) for x, y in pairs if x is not None and y is not None]
+            if points:
+                panel.errorbar(
+                    *zip(*points, strict=True), fmt=style.marker, color=style.colour,
+                    ms=7, mec="white", mew=0.6, elinewidth=1.2, label=short(each.name), zorder=3,
+                )  # fmt: skip
         panel.set_xscale("log")
         log_ticks(panel.xaxis, panel.get_xlim(), counts=True)
         panel.set_xlabel(cost.title)
@@ -148,18 +130,3 @@ def draw_costs(sweep: Sweep, rows: Sequence[Row], costs: Mapping[str, Column], p
     figure.supylabel(f"{title_of(name, column)} ({column.better} is better)", fontsize="medium")
     legend_below(figure, panels[: len(shown)], 5)
     save(figure, path, sweep.stamp(), sweep.experiment.title)
-
-
-def find_front(points: Sequence[CostPoint], lower: bool = True) -> list[CostPoint]:
-    """Return the points whose value no point of at most their cost reaches, the cheapest first.
-
-    A value reaches another one where their intervals overlap. Empty if a point has no interval.
-    """
-    sign = 1 if lower else -1
-    best: list[CostPoint] = []
-    for point in sorted(points, key=lambda point: (point.cost, sign * point.value)):
-        if point.interval is None:
-            return []
-        if not best or sign * (best[-1].value - point.value) > point.interval + (best[-1].interval or 0.0):
-            best.append(point)
-    return best

@@ -15,7 +15,6 @@ from depthlm.report.choice import choice_parts, choice_state, choice_tables
 from depthlm.report.comparison import comparison_tables, differences_from_baseline
 from depthlm.report.equal_cost import cost_parts
 from depthlm.report.figures.charts import draw_bars, draw_lines
-from depthlm.report.figures.heatmap import draw_heatmap
 from depthlm.report.figures.loss_curves import draw_loss_curves, draw_validation_curves, panels_of
 from depthlm.report.figures.scaling import draw_scaling
 from depthlm.report.figures.sublayer_norms import draw_sublayer_norms
@@ -48,11 +47,7 @@ SUBSTITUTED = (
     "No complete run has a number of this experiment: its metrics need data or tasks that these runs do not have. The "
     "validation loss stands in for them, and the figure shows it."
 )
-FIGURES: dict[str, Callable[[Sweep, Path], list[str] | None]] = {
-    "bars": draw_bars,
-    "lines": draw_lines,
-    "heatmap": draw_heatmap,
-}
+FIGURES: dict[str, Callable[[Sweep, Path], list[str] | None]] = {"bars": draw_bars, "lines": draw_lines}
 
 
 def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:

@@ -241,25 +241,6 @@ def paper_difference(row: Row, reference: Row, name: str) -> float | None:
     return None if number is None or base is None else number - base
 
 
-def setting(row: Row, name: str) -> str | None:
-    """Return a setting of a row, or a quotient `a / b` of two settings; None where the row lacks it.
-
-    A quotient has one decimal, or none from 10 on, so that widths rounded to a multiple of 16 share their cells.
-    """
-    if " / " not in name:
-        return row.settings.get(name)
-    numerator, denominator = (as_number(row.settings.get(part, "")) for part in name.split(" / "))
-    if numerator is None or not denominator:
-        return None
-    quotient = numerator / denominator
-    return f"{quotient:.0f}" if quotient >= 10 else f"{round(quotient, 1):g}"
-
-
-def setting_title(name: str) -> str:
-    """Return a setting's name for a figure: its last part, or those of two settings, as in `num heads / num layers`."""
-    return " / ".join(part.rpartition(".")[2].replace("_", " ") for part in name.split(" / "))
-
-
 def order_values(values: Sequence[str]) -> list[str]:
     """Return the distinct settings, ascending where all are numbers, else in their given order."""
     distinct = list(dict.fromkeys(values))

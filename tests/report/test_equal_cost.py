@@ -5,10 +5,8 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from depthlm.report.equal_cost import CONTEXT, COSTS, CostPoint, cost_table, find_front, with_costs
+from depthlm.report.equal_cost import CONTEXT, COSTS, cost_table, with_costs
 from depthlm.report.scaling_laws import curves, savings
 from depthlm.report.sweep import read_sweep
 from depthlm.sweeps import sweep_points
@@ -58,23 +56,6 @@ def test_a_report_on_mechanisms_has_the_section_and_one_on_rates_has_not():
             write_run(directory, cache_bytes_per_token=100 * (number + 1))
         text = reported(of)
         assert ("## Equal cost" in text) == Path("report/equal_cost.png").exists() == (number == 0)
-
-
-points_of = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=9)
-
-
-@given(points=points_of)
-def test_the_front_has_the_points_that_no_other_beats(points):
-    front = [point[:2] for point in find_front([CostPoint(x, y, 0.0) for x, y in points])]
-    expected = {(x, y) for x, y in points if not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)}
-    assert {*front} == expected
-    assert front == sorted(front)
-
-
-def test_the_front_has_only_points_that_intervals_separate():
-    cheap, alike, better = CostPoint(1, 3.0, 0.1), CostPoint(2, 2.9, 0.05), CostPoint(3, 2.7, 0.1)
-    assert find_front([cheap, alike, better]) == [cheap, better]
-    assert find_front([cheap, better._replace(interval=None)]) == []
 
 
 def test_a_training_time_that_the_logged_speeds_do_not_determine_is_unknown():

@@ -1,44 +1,16 @@
-"""The loss curves of a report: their panels, what they draw, and the names at their ends."""
-
-from pathlib import Path
-from typing import Any
+"""The loss curves of a report: their panels, and what they draw."""
 
 import numpy as np
 import pytest
 
 from depthlm.report.figures.loss_curves import (
     Line,
-    LossCurve,
-    Panel,
-    draw_loss_curves,
-    mean_points,
+    mean_line,
     panels_of,
 )
-from depthlm.report.figures.style import Mechanism, mechanism_of
-from depthlm.runs.records import read_run
-from depthlm.sweeps.point import Point
 
 from ..pictures import keep_figures
 from .made_up import SECONDS, directories, experiment, reported, sweep, write_run
-
-
-def drawn(panels: list[Panel], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[str]]:
-    """Draw panels; return the axes that have data, and the notes."""
-    figures = keep_figures(monkeypatch)
-    notes = draw_loss_curves(panels, Path("loss_curves.png"), "a stamp")
-    assert notes is not None
-    return [axes for axes in figures["loss_curves"].axes if axes.lines], notes
-
-
-def mechanism_named(model: str) -> Mechanism:
-    return mechanism_of(Point([], {"model": model}))
-
-
-def curve(name: str, *losses: float, mechanism: str = "vanilla", **settings: Any) -> LossCurve:
-    """Return a curve with a run for each loss."""
-    runs = [write_run(f"{name}-{number}", loss, **settings) for number, loss in enumerate(losses)]
-    return LossCurve(name, mechanism_named(mechanism), [read_run(run) for run in runs])
-
 
 BOTH = {"model": ["vanilla", "dca"]}
 
@@ -86,14 +58,14 @@ def test_validation_curves_have_a_point_for_each_validation(monkeypatch, over, p
     np.testing.assert_allclose(complete[:, 0], places)
     np.testing.assert_allclose(np.log(complete[:, 1]), 3.0 + 2.5 * np.exp(-9 * np.arange(0.25, 1.25, 0.25)))
     np.testing.assert_allclose(incomplete[:, 0], places[:2])
-    assert {text.get_text() for text in axes.texts} == {"vanilla", "dca (stopped, step 20)"}
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"vanilla", "dca (stopped, step 20)"}
 
 
 def test_validations_of_seeds_are_averaged_although_they_take_place_at_different_times():
     quick, slow = Line(np.array([1.0, 2.0]), np.array([9.0, 7.0])), Line(np.array([5.0, 10.0]), np.array([8.0, 5.0]))
-    (seconds, mean), perplexities = mean_points([quick, slow])
+    (seconds, mean), perplexities = mean_line([quick, slow])
     np.testing.assert_array_equal([seconds, mean], [[3.0, 6.0], [8.5, 6.0]])
     np.testing.assert_array_equal(perplexities, [[9.0, 7.0], [8.0, 5.0]])
     # one of the runs has lost its first validation
-    (seconds, mean), _ = mean_points([slow, Line(np.array([6.0, 7.0, 10.0]), np.array([9.0, 8.0, 7.0]))])
+    (seconds, mean), _ = mean_line([slow, Line(np.array([6.0, 7.0, 10.0]), np.array([9.0, 8.0, 7.0]))])
     np.testing.assert_array_equal([seconds, mean], [[10.0], [6.0]])

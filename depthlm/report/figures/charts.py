@@ -10,7 +10,7 @@ from typing import Any
 from depthlm.config.experiment import Column
 from depthlm.counts import as_number
 from depthlm.report.figures.style import Style, mechanism_of, style_of
-from depthlm.report.rows import Measured, Row, measure_column, order_values, paper, setting, setting_title
+from depthlm.report.rows import Measured, Row, measure_column, order_values, paper
 from depthlm.report.sweep import Difference, Sweep, references_text, title_of
 from depthlm.report.tables import signed_text
 from depthlm.runs.plots import distinct, grid, legend_below, log_ticks, save, short, subplots
@@ -118,7 +118,7 @@ def draw_lines(
     name, column = sweep.first
     for panel, lines in zip(axes[0], panels, strict=True):
         _draw(panel, lines, sweep)
-        panel.set_xlabel(setting_title(sweep.experiment.x))
+        panel.set_xlabel(sweep.experiment.x.rpartition(".")[2].replace("_", " "))
         panel.set_ylabel(f"{title_of(name, column)} ({column.better} is better)")
         if len(panels) > 1:
             panel.set_title("the paper's" if lines[0].hollow else "ours")
@@ -171,7 +171,7 @@ def _mark(sweep: Sweep, row: Row, hollow: bool, ours: Measured | None = None) ->
 
 def _settings(sweep: Sweep) -> list[str]:
     """Return the distinct settings on the axis, in order; none if the axis is a number of summary.json."""
-    return order_values([value for row in sweep.rows if (value := setting(row, sweep.experiment.x)) is not None])
+    return order_values([value for row in sweep.rows if (value := row.settings.get(sweep.experiment.x)) is not None])
 
 
 def _has_words(settings: Sequence[str]) -> bool:
@@ -184,7 +184,7 @@ def _place(sweep: Sweep, row: Row) -> float | None:
     if not settings:
         number = measure_column(row, Column(metric=sweep.experiment.x))
         return None if number is None else number.mean
-    text = setting(row, sweep.experiment.x)
+    text = row.settings.get(sweep.experiment.x)
     if text is None:
         return None
     return float(settings.index(text)) if _has_words(settings) else as_number(text)

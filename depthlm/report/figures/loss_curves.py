@@ -1,7 +1,6 @@
 """Curves of many runs in one figure: training losses, a panel per task, or validation perplexities over one axis."""
 
 import math
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +20,15 @@ from depthlm.runs.records import COMPLETE, RunRecord, Validation, interval_losse
 SMOOTHED, START = 0.04, 0.3
 # the fewest logged steps of a run that is smoothed
 SMOOTHABLE = 24
-# with more curves in a panel, only one of each mechanism is named
+# with more curves in a panel, the legend has only the lowest of each mechanism
 MOST_NAMED = 24
 ACROSS = 3
 # the longest training time, in seconds, that is shown in each unit
 UNITS = {"seconds": 600.0, "minutes": 4 * 3600.0, "hours": math.inf}
 SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}
 VALIDATIONS = "Points: the validations, each the perplexity of the mean loss over the validation sets."
-# points of the text at the end of a curve, and of one line of it
-TEXT, LINE = 8, 10
-# points of a title, and inches beside it: those of the y axis
-TITLE, MARGIN = 10, 0.7
+# the height of a line of a legend, in inches
+LINE = 0.17
 
 
 @dataclass(frozen=True)
@@ -67,33 +64,16 @@ class Line(NamedTuple):
 class Quantity(NamedTuple):
     """What curves show. read: a run's line, without points where it has none. x, y: the titles of the axes.
 
-    note: for the reader of a report. mean: of the lines of several runs, with their numbers at its points. smoothed:
-    whether lines are drawn as running means. marker: of each point; None: only a line. counts: whether x is a number
-    such as 10M tokens.
+    note: for the reader of a report. marker: of each point; None: only a line. counts: whether x is a number such as
+    10M tokens.
     """
 
     read: Callable[[RunRecord], Line]
     x: str
     y: str
     note: str
-    mean: Callable[[Sequence[Line]], tuple[Line, Any]]
-    smoothed: bool = False
     marker: str | None = None
     counts: bool = True
-
-    def line(self, run: RunRecord) -> Line:
-        """Return a run's line as it is drawn."""
-        line = self.read(run)
-        return Line(line.x, smooth(line.y)) if self.smoothed else line
-
-
-class End(NamedTuple):
-    """The name at the right end of a curve, which is in data coordinates."""
-
-    name: str
-    colour: str
-    x: float
-    y: float
 
 
 def panels_of(sweep: Sweep, mechanism: Callable[[Row], Mechanism] | None = None) -> list[Panel]:
@@ -135,7 +115,7 @@ def names_of(rows: Sequence[Row]) -> list[str]:
 def draw_loss_curves(panels: Sequence[Panel], path: Path, stamp: str, title: str = "") -> list[str] | None:
     """Draw training losses over tokens, smoothed; None where no run has any. Returns the notes on the figure."""
     about = f"Training losses, as a running mean over about {SMOOTHED:.0%} of a run's logged steps."
-    quantity = Quantity(read, "tokens", "training loss (nats per token)", about, mean_line, smoothed=True)
+    quantity = Quantity(read_losses, "tokens", "training loss (nats per token)", about)
     return draw_curves(panels, quantity, path, stamp, title)
 
 
@@ -164,18 +144,7 @@ def _quantity(over: str, runs: list[RunRecord]) -> Quantity:
         return Line(np.array([x for x, _ in points], float), np.array([y for _, y in points], float))
 
     title = f"training time ({unit})" if over == "time" else over
-    return Quantity(read, title, "validation perplexity", VALIDATIONS, mean_points, marker="o", counts=over != "time")
-
-
-def mean_points(lines: Sequence[Line]) -> tuple[Line, Any]:
-    """Return the means of the first, second, ... validations of runs, which may take place at different times.
-
-    Also returns their perplexities, [lines, validations]. Runs with different numbers of validations are interpolated.
-    """
-    if len({len(line.x) for line in lines}) > 1:
-        return mean_line(lines)
-    perplexities = np.array([line.y for line in lines])
-    return Line(np.mean([line.x for line in lines], axis=0), perplexities.mean(axis=0)), perplexities
+    return Quantity(read, title, "validation perplexity", VALIDATIONS, marker="o", counts=over != "time")
 
 
 def draw_curves(
@@ -188,18 +157,11 @@ def draw_curves(
     across = 2 if len(panels) == 4 else min(ACROSS, len(panels))
     down = -(-len(panels) // across)
     names = min(MOST_NAMED, max(len(panel.curves) for panel in panels))
-    inner = max(2.6 if len(panels) > 1 else 3.6, names * LINE / 72)
-    longest = max(len(name) for panel in panels for name in _names(panel))
-    # the width of the names is about 0.6 of their height
-    wide = (6.5 if across == 1 else 3.7) + longest * 0.6 * TEXT / 72
-    # names stand at the right of the curves, so a title may be as wide as both
-    letters = int((wide - MARGIN) * 72 / (0.55 * TITLE))
-    heads = [textwrap.fill(short(panel.title, 2 * letters), letters) for panel in panels]
-    high = inner + 0.9 + TITLE / 60 * max(head.count("\n") for head in heads)
-    figure, axes = subplots(across, wide * across, high * down, rows=down)
-    for place, panel, head in zip(axes.flat, panels, heads, strict=False):
-        _draw(place, panel, quantity, inner)
-        place.set_title(head, fontsize=TITLE, x=0, ha="left")
+    high = 0.9 + max(3.6 if len(panels) == 1 else 2.8, names * LINE)
+    figure, axes = subplots(across, (8.5 if across == 1 else 6) * across, high * down, rows=down)
+    for place, panel in zip(axes.flat, panels, strict=False):
+        _draw(place, panel, quantity)
+        place.set_title(short(panel.title, 70), fontsize="medium", loc="left")
     for place in axes.flat[len(panels) :]:
         place.set_visible(False)
     for place in axes[:, 0]:
@@ -217,7 +179,7 @@ def _notes(panels: Sequence[Panel], quantity: Quantity) -> list[str]:
         notes.append("Thin pale lines that end in a cross are incomplete runs.")
     crowded = max(len(panel.curves) for panel in panels)
     if crowded > MOST_NAMED:
-        notes.append(f"{crowded} curves in a panel are too many to name individually: one of each mechanism is named.")
+        notes.append(f"{crowded} curves in a panel are too many to name: the legend has the lowest of each mechanism.")
     return notes
 
 
@@ -225,11 +187,11 @@ def _has(quantity: Quantity, run: RunRecord) -> bool:
     return bool(np.isfinite(quantity.read(run).y).any())
 
 
-def read(run: RunRecord) -> Line:
-    """Return the tokens and the training loss of a run's logging intervals, with nan for gaps."""
+def read_losses(run: RunRecord) -> Line:
+    """Return the tokens and the smoothed training loss of a run's logging intervals, with nan for gaps."""
     points = interval_losses(run.rows)
-    losses = [np.nan if loss is None else loss for _, loss in points]
-    return Line(np.array([tokens for tokens, _ in points], float), np.array(losses, float))
+    losses = np.array([np.nan if loss is None else loss for _, loss in points], float)
+    return Line(np.array([tokens for tokens, _ in points], float), smooth(losses))
 
 
 def smooth(loss: Any) -> Any:
@@ -246,33 +208,44 @@ def smooth(loss: Any) -> Any:
 
 
 def mean_line(lines: Sequence[Line]) -> tuple[Line, Any]:
-    """Return the mean of lines at the tokens of the first one that all others reach, and their losses, [lines, tokens].
+    """Return the mean of lines, point by point, and their numbers, [lines, points].
 
-    The others are interpolated. A gap in one line is a gap of the mean.
+    Validations of several runs may take place at different times, so x is a mean too. Lines with different numbers of
+    points are interpolated at the x of the first one that all others reach. A gap in one line is a gap of the mean.
     """
+    if len({len(line.x) for line in lines}) == 1:
+        numbers = np.array([line.y for line in lines])
+        return Line(np.mean([line.x for line in lines], axis=0), numbers.mean(axis=0)), numbers
     start, end = max(line.x[0] for line in lines), min(line.x[-1] for line in lines)
-    tokens = lines[0].x[(lines[0].x >= start) & (lines[0].x <= end)]
-    losses = np.array([np.interp(tokens, *line) for line in lines]).reshape(len(lines), len(tokens))
-    return Line(tokens, losses.mean(axis=0)), losses
+    x = lines[0].x[(lines[0].x >= start) & (lines[0].x <= end)]
+    numbers = np.array([np.interp(x, *line) for line in lines]).reshape(len(lines), len(x))
+    return Line(x, numbers.mean(axis=0)), numbers
 
 
-def _draw(axes: Any, panel: Panel, quantity: Quantity, height: float) -> None:
+def _draw(axes: Any, panel: Panel, quantity: Quantity) -> None:
+    from matplotlib.lines import Line2D
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     drawn: list[Line] = []
-    ends: dict[Mechanism, list[End]] = {}
+    # the end of each curve, its entry in a legend and its mechanism
+    named: list[tuple[float, Any, Mechanism]] = []
     styles = style_of([curve.mechanism for curve in panel.curves])
-    for curve, name, style in zip(panel.curves, _names(panel), styles, strict=True):
+    names = distinct([curve.name for curve in panel.curves])
+    for curve, name, style in zip(panel.curves, names, styles, strict=True):
         lines = _draw_curve(axes, curve, style, quantity)
         drawn += lines
         if lines:
-            ends.setdefault(curve.mechanism, []).append(End(name, style.colour, *lines[-1].end))
-    named = [end for of_mechanism in ends.values() for end in of_mechanism]
+            entry = Line2D([], [], color=style.colour, ls=style.dash, label=f"{name}{_state(curve)}")
+            named.append((lines[-1].end[1], entry, curve.mechanism))
+    # from top to bottom, as the curves end
+    named.sort(key=lambda one: -one[0])
     if len(named) > MOST_NAMED:
-        lowest = [min(of_mechanism, key=lambda end: end.y) for of_mechanism in ends.values()]
-        named = [end._replace(name=short(mechanism.name)) for mechanism, end in zip(ends, lowest, strict=True)]
+        named = list({mechanism: (end, entry, mechanism) for end, entry, mechanism in named}.values())
+        for _, entry, mechanism in named:
+            entry.set_label(short(mechanism.name))
     _limit(axes, drawn)
-    label_ends(axes, named, height)
+    look = {"frameon": False, "fontsize": "small", "loc": "center left", "bbox_to_anchor": (1, 0.5)}
+    axes.legend(handles=[entry for _, entry, _ in named], **look)
     axes.set_xlabel(quantity.x)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     if quantity.counts:
@@ -286,7 +259,7 @@ def _draw_curve(axes: Any, curve: LossCurve, style: Style, quantity: Quantity) -
     lines, complete = [], []
     look = {"color": style.colour, "ls": style.dash, "marker": quantity.marker, "ms": 3}
     for run in curve.runs:
-        line = quantity.line(run)
+        line = quantity.read(run)
         if not np.isfinite(line.y).any():
             continue
         lines.append(line)
@@ -295,7 +268,7 @@ def _draw_curve(axes: Any, curve: LossCurve, style: Style, quantity: Quantity) -
         else:
             axes.plot(*line, alpha=0.5, lw=1.5 if single else 0.7, **look)
             axes.plot(*line.end, "x", color=style.colour, ms=7, mew=1.8)
-    mean, losses = quantity.mean(complete) if complete else (Line(np.array([]), np.array([])), np.array([]))
+    mean, losses = mean_line(complete) if complete else (Line(np.array([]), np.array([])), np.array([]))
     if not np.isfinite(mean.y).any():
         for line in complete:
             axes.plot(*line, lw=0.7, **look)
@@ -307,13 +280,8 @@ def _draw_curve(axes: Any, curve: LossCurve, style: Style, quantity: Quantity) -
     return [*lines, mean]
 
 
-def _names(panel: Panel) -> list[str]:
-    """Return the names of a panel's curves, each with the state of a run that is alone and not complete."""
-    names = distinct([curve.name for curve in panel.curves])
-    return [f"{name}{_state(curve)}" for name, curve in zip(names, panel.curves, strict=True)]
-
-
 def _state(curve: LossCurve) -> str:
+    """Return the state of a run that is alone and not complete, for the legend."""
     run = curve.runs[0]
     is_alone = len(curve.runs) == 1 and run.state != COMPLETE and run.step is not None
     return f" ({run.state}, step {run.step:,})" if is_alone else ""
@@ -332,48 +300,3 @@ def _limit(axes: Any, lines: Sequence[Line]) -> None:
     if losses.size:
         margin = 0.05 * np.ptp(losses) or 0.1
         axes.set_ylim(losses.min() - margin, losses.max() + margin)
-
-
-def label_ends(axes: Any, ends: Sequence[End], height: float) -> None:
-    """Write each name at the right of the axes, at the height of its curve's end if there is space.
-
-    Names that would overlap are moved apart and connected to their ends by a thin line, if these are inside the limits
-    of the axes, which must be set before; the line to an end before the right edge is dotted, so that it is no curve.
-    height: that of the axes, in inches.
-    """
-    low, high = axes.get_ylim()
-    edge = axes.get_xlim()[1]
-    wanted = [min(max((end.y - low) / (high - low), 0.0), 1.0) for end in ends]
-    for end, place in zip(ends, move_apart(wanted, LINE / (72 * height)), strict=True):
-        dash = "-" if end.x > 0.98 * edge else ":"
-        line = {"arrowstyle": "-", "color": end.colour, "lw": 0.5, "ls": dash, "relpos": (0, 0.5), "shrinkA": 1}
-        axes.annotate(
-            end.name,
-            (end.x, end.y),
-            xytext=(1.06, place),
-            textcoords="axes fraction",
-            annotation_clip=False,
-            color=end.colour,
-            size=TEXT,
-            va="center",
-            arrowprops=line if low <= end.y <= high else None,
-        )
-
-
-def move_apart(wanted: Sequence[float], gap: float) -> list[float]:
-    """Return positions at least `gap` apart, in the order of those wanted, with the least sum of squared moves.
-
-    Positions that are equal keep their order. They stay between 0 and 1 where there is space for all.
-    """
-    from scipy.optimize import isotonic_regression
-
-    if not wanted:
-        return []
-    order = np.argsort(wanted, kind="stable")
-    steps = gap * np.arange(len(wanted))
-    # without the gaps between them, the positions must not fall
-    levels = isotonic_regression(np.asarray(wanted)[order] - steps).x
-    places = np.empty(len(wanted))
-    # the highest level at which all positions above it fit, and not below the axes
-    places[order] = np.clip(levels, 0.0, max(1 - steps[-1], 0.0)) + steps
-    return [float(place) for place in places]
