@@ -3,9 +3,8 @@
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,25 +16,21 @@ from depthlm.config.errors import ConfigError
 from depthlm.config.from_run import (
     check_origin,
     config_file_of,
-    direct_overrides,
-    directory_of,
-    keeps_mechanism,
     own_overrides,
+    place_derived,
     raw_from_file,
     raw_from_run,
-    replace_settings,
     run_of,
 )
 from depthlm.config.hydra_context import Files, compose_raw, hydra_at_conf, ignored_files, keep_text, state_of_files
 from depthlm.config.keys import check_fields, replace_values
-from depthlm.config.names import by_name, named_settings
-from depthlm.config.resolve import COMPOSING, resolve, resolve_saved
-from depthlm.config.saved import code_digests, compare, fixed_changes, load_config
+from depthlm.config.names import given_names
+from depthlm.config.resolve import resolve, resolve_saved
+from depthlm.config.saved import code_digests, load_config
 from depthlm.config.schema import Config
 from depthlm.config.validate.checks import check_together
 from depthlm.config.validate.explain import explain_overrides, is_odd
 from depthlm.config.validate.machine import check_machine, check_starts
-from depthlm.errors import UserError
 from depthlm.locations import CONF
 from depthlm.machine import environment
 
@@ -66,8 +61,8 @@ def compose_anywhere(
     auto_precision: what precision=auto is there.
     """
     config, saved = _compose_fields(overrides, config_dir)
-    resolved = _resolve(config, overrides, saved, lambda config: auto_precision, config_dir)
-    return _refuse_mistakes(resolved.config, check_together(resolved.config, resolved.given))
+    config = _resolve(config, overrides, saved, config_dir, lambda config: auto_precision)
+    return _refuse_mistakes(config, check_together(config, given_names(overrides)))
 
 
 def compose_unchecked(overrides: Sequence[str], config_dir: str | Path | None = None) -> Config:
@@ -84,7 +79,7 @@ def compose_unchecked(overrides: Sequence[str], config_dir: str | Path | None = 
 def _compose_unchecked(overrides: tuple[str, ...], config_dir: str | Path | None, files: Files) -> Config:
     # a sweep asks again after each round of its runs
     config, saved = _compose_fields(overrides, config_dir)
-    return _resolve(config, overrides, saved, lambda config: "auto", config_dir).config
+    return _resolve(config, overrides, saved, config_dir, lambda config: "auto")
 
 
 def resolve_and_check(raw: DictConfig, overrides: Sequence[str], config_dir: str | Path | None = None) -> Config:
@@ -96,14 +91,6 @@ def mechanisms(config_dir: str | Path | None = None) -> list[str]:
     """Return the allowed values of `model=`: the presets in conf/model and in config_dir."""
     folders = [CONF] if config_dir is None else [CONF, Path(config_dir)]
     return sorted({path.stem for folder in folders for path in (folder / "model").glob("*.yaml")})
-
-
-class _Resolved(NamedTuple):
-    """A configuration, the keys that the overrides set, and those whose value is another point of the experiment."""
-
-    config: Config
-    given: set[str]
-    starts: set[str]
 
 
 def _compose_fields(overrides: Sequence[str], config_dir: str | Path | None) -> tuple[Config, Config | None]:
@@ -147,45 +134,17 @@ def _resolve(
     config: Config,
     overrides: Sequence[str],
     saved: Config | None,
-    fast_precision: Callable[[Config], str],
     config_dir: str | Path | None,
-) -> _Resolved:
-    run, own_texts = run_of(overrides), own_overrides(overrides)
-    given = {name.lstrip("~") for name in by_name(own_texts)}
-    points = [point for point in config.experiment.points if isinstance(point, dict)]
-    starts = {str(name) for point in points for name, value in point.items() if str(value).startswith("@")}
+    fast_precision: Callable[[Config], str],
+) -> Config:
+    run, texts = run_of(overrides), own_overrides(overrides)
     if saved is None:
-        config = resolve(config, given, own_texts, config_dir)
+        config = resolve(config, texts, config_dir)
     else:
-        # only another mechanism needs a new name
-        given |= {"model.name"} if keeps_mechanism(saved, config) else set()
-        config = resolve_saved(config, given, own_texts, config_dir)
+        config = resolve_saved(config, saved, texts, config_dir)
     if config.precision.name == "auto":
         config = replace_values(config, {"precision.name": fast_precision(config)})
-    if run is not None and saved is not None:
-        direct = _direct_differences(saved, config, own_texts, config_dir)
-        differences = {**saved.differences, **named_settings(own_texts)} if direct is None else direct
-        config = replace(config, differences=differences)
-        directory = directory_of(run, saved, config, own_texts, direct is not None)
-        # a run that derives from a named one has a name of its own
-        keeps_name = directory == str(run) or config.name != saved.name
-        config = replace(config, output_dir=directory, name=config.name if keeps_name else None)
-    return _Resolved(config, given, starts)
-
-
-def _direct_differences(
-    saved: Config, config: Config, overrides: Sequence[str], config_dir: str | Path | None
-) -> dict[str, str] | None:
-    """Return the differences of the command without `run=` that composes a derived configuration; None without one."""
-    if not fixed_changes(saved, config):
-        return saved.differences
-    texts = replace_settings(direct_overrides(saved, config_dir), overrides)
-    with suppress(UserError, *COMPOSING):
-        composed, _ = _compose_fields(texts, config_dir)
-        direct = _resolve(composed, texts, None, lambda _: config.precision.name, config_dir).config
-        if not compare(asdict(config), asdict(direct)):
-            return direct.differences
-    return None
+    return config if run is None or saved is None else place_derived(run, saved, config, texts)
 
 
 def _fast_precision(config: Config) -> str:
@@ -195,7 +154,11 @@ def _fast_precision(config: Config) -> str:
 def _resolve_and_check(
     config: Config, overrides: Sequence[str], saved: Config | None, config_dir: str | Path | None
 ) -> Config:
-    config, given, starts = _resolve(config, overrides, saved, _fast_precision, config_dir)
+    points = [point for point in config.experiment.points if isinstance(point, dict)]
+    # the keys whose value is another point of the experiment
+    starts = {str(name) for point in points for name, value in point.items() if str(value).startswith("@")}
+    config = _resolve(config, overrides, saved, config_dir, _fast_precision)
+    given = given_names(overrides)
     return _refuse_mistakes(
         config, [*check_together(config, given), *check_machine(config), *check_starts(config, starts)]
     )

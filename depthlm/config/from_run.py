@@ -1,7 +1,7 @@
 """Configurations that Hydra does not compose: `run=<directory>` with overrides on top, and `config=<file>` alone."""
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,18 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from depthlm.config.errors import ConfigError, nearest
-from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf, mechanism_option, value_text
-from depthlm.config.keys import keys, on_resume, value_at
-from depthlm.config.names import by_name, derived_name, is_key, run_name
+from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf
+from depthlm.config.keys import keys, on_resume
+from depthlm.config.names import (
+    by_importance,
+    by_name,
+    changed_settings,
+    given_names,
+    is_difference,
+    is_key,
+    join_name,
+    run_name,
+)
 from depthlm.config.resolve import ALTERNATIVES, LENGTHS
 from depthlm.config.saved import as_text, check_reach, check_trusted, fixed_changes, load_config, read_config, targets
 from depthlm.config.schema import Config
@@ -132,66 +141,44 @@ def named_keys(overrides: Sequence[str]) -> set[str]:
     return {override.key_or_group.replace("/", ".") for override in parsed}
 
 
-def keeps_mechanism(saved: Config, config: Config) -> bool:
-    """Return whether a configuration derived from a saved one has its connection and attention."""
-    return (saved.model.connection, saved.model.attention) == (config.model.connection, config.model.attention)
-
-
 def changes(run: Path, config: Config) -> dict[str, str]:
     """Return the settings that make this a different run from the one it derives from, each with both values."""
     return _changes(load_config(run), config)
 
 
-def direct_overrides(config: Config, config_dir: str | Path | None = None) -> dict[str, Any]:
-    """Return the keys and groups, with their values, by which a direct command may compose a resolved configuration.
+def place_derived(run: Path, saved: Config, config: Config, overrides: Sequence[str]) -> Config:
+    """Return a configuration derived from a run with its directory: that of the run, unless the result would differ.
 
-    They choose mechanism, size and seed, and make the differences of which the run's name is made.
+    A run that derives from another one is named like it, with the settings that the overrides change.
     """
-    values, model = asdict(config), config.model
-    chosen: dict[str, Any] = {"experiment": config.experiment.name} if config.experiment.name else {}
-    if model.name in available_groups(config_dir)["model"]:
-        chosen["model"] = model.name
+    changed = changed_settings(saved, config, overrides)
+    if fixed_changes(saved, config):
+        config = replace(config, differences=_find_differences(saved, changed, overrides))
     else:
-        for part in ("connection", "attention"):
-            settings = getattr(model, part)
-            option = mechanism_option(part, settings)
-            own = {f"model.{part}.{key}": value for key, value in settings.items()}
-            chosen |= own if option is None else {f"model/{part}": option}
-    chosen |= {"size": config.size.name, "seed": config.seed}
-    for name, text in config.differences.items():
-        value = value_at(values, name) if is_key(name) else None
-        # what has values of its own, such as a size, is given by its name
-        chosen[name] = text if value is None or isinstance(value, dict) else value
-    return chosen
+        config = replace(config, differences=saved.differences)
+    is_named = config.name is not None and config.name != saved.name
+    if by_name(overrides).get("output_dir", "null") == "null":
+        if not _changes(saved, config):
+            return replace(config, output_dir=str(run))
+        # "." and ".." have a name only after they are resolved
+        origin = run if run.name.strip(".") else run.resolve()
+        has_usual_name = origin.name == run_name(saved)
+        name = run_name(config) if has_usual_name else join_name(origin.name, changed)
+        config = replace(config, output_dir=str(origin.parent / (config.name if is_named and config.name else name)))
+    return config if is_named or config.output_dir == str(run) else replace(config, name=None)
 
 
-def replace_settings(chosen: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Return settings as overrides, with others in the place of the settings that they replace."""
-    given = [name.lstrip("~") for name in by_name(overrides) if on_resume(name.lstrip("~")) != "free"]
-    replaced = {*given, *(other for names in (*ALTERNATIVES, BATCH) if {*names} & {*given} for other in names)}
-    # an option determines the other keys of its group
-    groups = tuple(f"{name.replace('/', '.')}." for name in given if not is_key(name))
-    kept = [name for name in chosen if name not in replaced and not name.replace("/", ".").startswith(groups)]
-    texts = [text for text in overrides if next(iter(by_name([text]))).lstrip("~") in given]
-    return [*(f"{name}={value_text(name, chosen[name])}" for name in kept), *texts]
-
-
-def directory_of(run: Path, saved: Config, config: Config, overrides: Sequence[str], is_direct: bool) -> str:
-    """Return the run directory of a derived configuration: that of the original run, unless the result would differ.
-
-    is_direct: whether a command without `run=` composes it.
-    """
-    if by_name(overrides).get("output_dir", "null") != "null":
-        return str(config.output_dir)
-    if not _changes(saved, config):
-        return str(run)
-    # "." and ".." have a name only after they are resolved
-    origin = run if run.name.strip(".") else run.resolve()
-    if config.name is not None and config.name != saved.name:
-        return str(origin.parent / config.name)
-    has_usual_name = is_direct and origin.name == run_name(saved)
-    name = run_name(config) if has_usual_name else derived_name(origin.name, saved, config, overrides)
-    return str(origin.parent / name)
+def _find_differences(saved: Config, changed: Mapping[str, str], overrides: Sequence[str]) -> dict[str, str]:
+    """Return the settings by which a run that derives from a saved one is named: its own, and those that change."""
+    given = {name for name in given_names(overrides) if on_resume(name) != "free"}
+    others = {other for names in (*ALTERNATIVES, BATCH) if {*names} & given for other in names} - given
+    # an option determines the keys of its group
+    groups = tuple(f"{name}." for name in given if not is_key(name))
+    kept = {
+        name: text for name, text in saved.differences.items() if name not in others and not name.startswith(groups)
+    }
+    named = kept | {name: text for name, text in changed.items() if is_difference(name)}
+    return {name: named[name] for name in by_importance(named)}
 
 
 def _changes(saved: Config, config: Config) -> dict[str, str]:

@@ -50,21 +50,21 @@ def run_name(config: Config) -> str:
 
     A hash ends it where the differences are too long, or where others would give the same text.
     """
-    return _join_name(
+    return join_name(
         _head_of_name(config), {name: config.differences[name] for name in by_importance(config.differences)}
     )
 
 
-def derived_name(origin: str, saved: Config, config: Config, overrides: Sequence[str]) -> str:
-    """Return the name of a run that derives from a saved one: the folder of that one, and what the overrides change."""
+def changed_settings(saved: Config, config: Config, overrides: Sequence[str]) -> dict[str, str]:
+    """Return the settings of overrides that make a configuration another run than a saved one, as a name has them."""
     before, after = asdict(saved), asdict(config)
-    given = {name.lstrip("~"): text for name, text in by_name(overrides).items() if on_resume(name) != "free"}
-    changed = {
-        name: named_value(after, name, text)
-        for name, text in given.items()
-        if value_at(before, name.replace("/", ".")) != value_at(after, name.replace("/", "."))
+    given = {name.lstrip("~"): text for name, text in by_name(overrides).items()}
+    return {
+        name: named_value(after, name, given[name])
+        for name in by_importance(given)
+        if on_resume(name) != "free"
+        and value_at(before, name.replace("/", ".")) != value_at(after, name.replace("/", "."))
     }
-    return _join_name(origin, {name: changed[name] for name in by_importance(changed)})
 
 
 def _head_of_name(config: Config) -> str:
@@ -99,7 +99,7 @@ def report_name(overrides: Sequence[str], baseline: str | None = None) -> str:
         if on_resume(name) != "free" or name == "experiment.best_over"
     }
     settings = {name: given[name] for name in sorted(given, key=importance)}
-    name = _join_name("report", settings | ({} if baseline is None else {"baseline": baseline}))
+    name = join_name("report", settings | ({} if baseline is None else {"baseline": baseline}))
     # a group inside another one, such as model/connection
     return name.replace("/", ".")
 
@@ -107,11 +107,12 @@ def report_name(overrides: Sequence[str], baseline: str | None = None) -> str:
 def named_settings(overrides: Sequence[str]) -> dict[str, str]:
     """Return the overrides that a run is named by, apart from mechanism, size and seed."""
     given = {name.lstrip("~"): text for name, text in by_name(overrides).items()}
-    return {
-        name: normal_value(name, text)
-        for name, text in given.items()
-        if on_resume(name) != "free" and name not in LEADING and not name.startswith("model/")
-    }
+    return {name: normal_value(name, text) for name, text in given.items() if is_difference(name)}
+
+
+def is_difference(name: str) -> bool:
+    """Return whether a run is named by a key or group, apart from mechanism, size and seed."""
+    return on_resume(name) != "free" and name not in LEADING and not name.startswith("model/")
 
 
 def named_value(values: Mapping[str, Any], name: str, given: str = "") -> str:
@@ -192,12 +193,18 @@ def experiment_of(overrides: Sequence[str]) -> str | None:
     return names[-1] if names and names[-1] != "null" else None
 
 
+def given_names(overrides: Sequence[str]) -> set[str]:
+    """Return the keys and groups that overrides set or delete."""
+    return {name.lstrip("~") for name in by_name(overrides)}
+
+
 def by_name(overrides: Sequence[str]) -> dict[str, str]:
     """Return the text that each key or group is set to; the last override of a key wins."""
     return dict(text.lstrip("+").partition("=")[::2] for text in overrides)
 
 
-def _join_name(head: str, settings: Mapping[str, str]) -> str:
+def join_name(head: str, settings: Mapping[str, str]) -> str:
+    """Return a name: its head, then the settings, or those that fit and a hash of all."""
     parts = [part_of(name, value) for name, value in settings.items()]
     name = "-".join([head, *parts])
     if len(name) <= LONGEST and all(map(EXACT.fullmatch, settings.values())):

@@ -20,6 +20,7 @@ from depthlm.config.names import (
     by_importance,
     by_name,
     experiment_of,
+    given_names,
     is_key,
     mechanism_name,
     named_settings,
@@ -45,11 +46,9 @@ COMPOSING = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
 IsFree = Callable[[str], bool]
 
 
-def resolve(config: Config, given: Set[str], overrides: Sequence[str], config_dir: str | Path | None) -> Config:
-    """Return a configuration shrunk to its budget, with the values that follow from the overrides and the tokenizer.
-
-    given: the keys and groups that the overrides set.
-    """
+def resolve(config: Config, overrides: Sequence[str], config_dir: str | Path | None) -> Config:
+    """Return a configuration shrunk to its budget, with the values that follow from the overrides and the tokenizer."""
+    given = given_names(overrides)
     config = with_base_size(shrink_to_budget(config, given, overrides), given, config_dir)
     values: dict[str, Any] = {
         "experiment": record_experiment(config.experiment, experiment_of(overrides)),
@@ -85,13 +84,13 @@ def find_differences(config: Config, overrides: Sequence[str], config_dir: str |
     files = state_of_files(config_dir)
     options = {name for name in given if not is_key(name)} - (SET_BY_BUDGET if "budget" in given else set())
     # composing an option takes long, so these are compared with those of the experiment alone, which all points share
-    own = tuple(text for text in overrides if "experiment" in _names_of(text))
+    own = tuple(text for text in overrides if "experiment" in given_names([text]))
     plain = _compose_from(own, config_dir, files) if options else None
     needed = {name for name in options if plain is None or not _is_same(name, plain, values)}
     guessed: set[str] = set()
 
     def compose_with(names: Set[str]) -> dict[str, Any] | None:
-        rest = [text for text in overrides if all(n in names or n not in given for n in _names_of(text))]
+        rest = [text for text in overrides if all(n in names or n not in given for n in given_names([text]))]
         return _compose_from(tuple(rest), config_dir, files)
 
     while needed != given.keys():
@@ -119,13 +118,9 @@ def _compose_from(overrides: tuple[str, ...], config_dir: str | Path | None, fil
     with hydra_at_conf(), suppress(*COMPOSING):
         config, _ = check_fields(compose_raw(overrides, config_dir))
         if config is not None:
-            names = {name for text in overrides for name in _names_of(text)}
+            names = given_names(overrides)
             return asdict(with_base_size(shrink_to_budget(config, names, overrides), names, config_dir))
     return None
-
-
-def _names_of(override: str) -> list[str]:
-    return [name.lstrip("~") for name in by_name([override])]
 
 
 def _alternatives(name: str) -> set[str]:
@@ -147,8 +142,12 @@ def _rank(name: str) -> int:
     )
 
 
-def resolve_saved(config: Config, given: Set[str], overrides: Sequence[str], config_dir: str | Path | None) -> Config:
+def resolve_saved(config: Config, saved: Config, overrides: Sequence[str], config_dir: str | Path | None) -> Config:
     """Return the configuration of an existing run, which was resolved before, with the values of other overrides."""
+    given, model = given_names(overrides), config.model
+    if (saved.model.connection, saved.model.attention) == (model.connection, model.attention):
+        # only another mechanism needs a new name
+        given |= {"model.name"}
     config = with_one_alternative(config, given)
     if "training.batch_size" in given and "training.batch_tokens" not in given:
         config = replace_values(config, {"training.batch_tokens": None})

@@ -139,22 +139,23 @@ def test_overrides_that_affect_the_result_give_a_new_run_directory():
         assert from_run(*text.split()).output_dir == directory, text
 
 
-def test_a_run_that_derives_from_one_with_the_usual_name_has_the_name_of_a_direct_command():
-    run = "outputs/default/mhc-micro-seed2-lr1e-3-data.max_tokens1M-max_steps40"
-    model, data, steps, rate = "model=mhc", "data.max_tokens=1M", "training.max_steps=40", "optimizer.lr=1e-3"
-    save(run, model, "size=micro", "seed=2", data, steps, rate)
-    for overrides, direct in (
-        (("optimizer=muon", "optimizer.lr=3e-3"), (model, "seed=2", data, steps, "optimizer=muon")),
-        (("training.max_tokens=2M",), (model, "seed=2", data, rate, "training.max_tokens=2M")),
-    ):
-        assert from_run(*overrides, run=run) == compose_anywhere(["size=micro", *direct])
-    # keys of the option that another one replaces, and parts that another machine or a budget chooses
+def test_a_run_that_derives_from_one_with_the_usual_name_has_its_settings_and_those_that_change():
+    mhc = ("model=mhc", "size=micro", "seed=2", "data.max_tokens=1M", "training.max_steps=40", "optimizer.lr=1e-3")
     for own, overrides, name in (
-        (("optimizer=muon", "optimizer.lr=0.5", "schedule=wsd"), ("optimizer=adamw",), "vanilla-micro-seed1-wsd"),
-        (("budget=smoke",), ("optimizer.lr=0.5", "deepspeed=zero0"), "vanilla-micro-seed1-lr0.5-smoke"),
+        # a length takes the place of another one, and an option that of another one with its keys
+        (mhc, ("training.max_tokens=2M",), "mhc-micro-seed2-lr1e-3-data.max_tokens1M-max_tokens2M"),
+        (mhc, ("optimizer=muon", "optimizer.lr=3e-3"), "mhc-micro-seed2-muon-lr3e-3-data.max_tokens1M-max_steps40"),
+        (
+            ("size=micro", "optimizer=muon", "optimizer.lr=0.5", "schedule=wsd"),
+            ("optimizer=adamw",),
+            "vanilla-micro-seed1-adamw-wsd",
+        ),
+        # parts that another machine or a budget chooses
+        (("size=micro", "budget=smoke"), ("optimizer.lr=0.5", "deepspeed=zero0"), "vanilla-micro-seed1-lr0.5-smoke"),
     ):
-        origin = str(compose_anywhere(["size=micro", *own]).output_dir)
-        save(origin, "size=micro", *own)
+        origin = str(compose_anywhere(own).output_dir)
+        if not Path(origin).exists():
+            save(origin, *own)
         assert from_run(*overrides, run=origin).output_dir == f"outputs/default/{name}"
 
 
