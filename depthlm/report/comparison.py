@@ -8,25 +8,29 @@ from depthlm.report.rows import FACTS, measure_column, paper, spread
 from depthlm.report.sweep import Difference, Sweep, references_text, title_of
 from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, markdown, number_text, signed_text
 
-# the most columns for which ours, the paper's and the difference are side by side; the most columns of one table
-SIDE_BY_SIDE, WIDEST = 3, 10
+# columns with numbers of a paper, and others, in one table
+WITH_PAPER, ALONE = 3, 10
 
 
 def comparison_tables(sweep: Sweep) -> dict[str, list[Table]]:
-    """Return the tables of each group of columns: one for few columns, else ours, the paper's and differences.
+    """Return the tables of each group of columns, with few columns each: ours beside the paper's.
 
     Where the runs do not follow the paper's protocol, there are no differences from the paper's numbers.
     """
     groups: dict[str, list[str]] = {}
     for name, column in sweep.columns.items():
         groups.setdefault(column.group, []).append(name)
-    return {
-        group: [_side_by_side(sweep, names, group)] if len(names) <= SIDE_BY_SIDE else _separate(sweep, names, group)
-        for group, names in groups.items()
-    }
+    tables = {}
+    for group, names in groups.items():
+        width = WITH_PAPER if any(map(sweep.is_printed, names)) else ALONE
+        # of nearly equal width
+        width = math.ceil(len(names) / math.ceil(len(names) / width))
+        parts = [names[start : start + width] for start in range(0, len(names), width)]
+        tables[group] = [_compare(sweep, part, group) for part in parts]
+    return tables
 
 
-def _side_by_side(sweep: Sweep, names: Sequence[str], title: str) -> Table:
+def _compare(sweep: Sweep, names: Sequence[str], title: str) -> Table:
     shown = []
     for name in names:
         printed, heading = sweep.is_printed(name), _heading(sweep, name)
@@ -34,23 +38,6 @@ def _side_by_side(sweep: Sweep, names: Sequence[str], title: str) -> Table:
         shown += [("paper", _papers(sweep, name))] if printed else []
         shown += [("difference", _differences(sweep, name))] if printed and sweep.as_printed else []
     return _table(sweep, shown, title)
-
-
-def _separate(sweep: Sweep, names: Sequence[str], group: str) -> list[Table]:
-    """Return separate tables for ours, the paper's and the differences, each of nearly equal width."""
-    width = math.ceil(len(names) / math.ceil(len(names) / WIDEST))
-    tables = []
-    for start in range(0, len(names), width):
-        part = names[start : start + width]
-        kinds = {"ours": _ours, "the paper's": _papers, "ours - the paper's": _differences}
-        if not any(sweep.is_printed(name) for name in part):
-            kinds = {"": _ours}
-        for kind, column_cells in kinds.items():
-            shown = [(_heading(sweep, name), column_cells(sweep, name)) for name in part]
-            known = any(cell.text != DASH for _, column in shown for cell in column)
-            if column_cells is not _differences or (sweep.as_printed and known):
-                tables.append(_table(sweep, shown, ": ".join(filter(None, [group, kind]))))
-    return tables
 
 
 def _table(sweep: Sweep, columns: Sequence[tuple[str, list[Cell]]], title: str) -> Table:

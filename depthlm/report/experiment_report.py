@@ -18,10 +18,10 @@ from depthlm.report.figures.charts import draw_bars, draw_lines
 from depthlm.report.figures.loss_curves import draw_loss_curves, draw_validation_curves, panels_of
 from depthlm.report.figures.scaling import draw_scaling
 from depthlm.report.figures.sublayer_norms import draw_sublayer_norms
-from depthlm.report.rows import Row, number, paper
+from depthlm.report.rows import Row, number
 from depthlm.report.scaling_laws import LEGEND as SCALING_LEGEND
 from depthlm.report.scaling_laws import curves, fit_table, savings
-from depthlm.report.sweep import LOSS, TIME_TO_BASELINE, Sweep, range_text, title_of
+from depthlm.report.sweep import LOSS, Sweep, range_text
 from depthlm.report.tables import DASH, MISSING, Table, cells, markdown, number_text, plain
 from depthlm.runs.progress import failure_text
 from depthlm.runs.records import (
@@ -39,9 +39,10 @@ from depthlm.runs.records import (
 LONGEST_REASON = 160
 STATES = (COMPLETE, RUNNING, STOPPED, FAILED, WAITING)
 LEGEND = (
-    f"{DASH}: the paper prints no number, or a complete run has none. {MISSING}: no run is complete. Bold: the best of "
-    "ours, where the 95% intervals of its differences from all others exclude 0. Points that differ only in the seed "
-    "form one row: mean ± sample standard deviation; after a number of the paper's, ± is the spread that it prints."
+    f"{DASH}: the paper prints no number, or a complete run has none: `{command('-m depthlm evaluate', 'evaluate')} "
+    f"run=<run> tasks=...` measures tasks. {MISSING}: no run is complete. Bold: the best of ours, where the 95% "
+    "intervals of its differences from all others exclude 0. Points that differ only in the seed form one row: mean ± "
+    "sample standard deviation; after a number of the paper's, ± is the spread that it prints."
 )
 SUBSTITUTED = (
     "No complete run has a number of this experiment: its metrics need data or tasks that these runs do not have. The "
@@ -119,7 +120,7 @@ def _head(sweep: Sweep) -> list[str]:
     parts = [f"# {plain(experiment.title or experiment.name)}", f"{source}Experiment: `{experiment.name}`."]
     parts += [f"**{warning}**" for warning in warnings(sweep)]
     parts += [f"## State\n\n{state_line(sweep.runs)}.", *choice_state(sweep), *result_notes(sweep)]
-    parts += [*_without_number(sweep), *protocol_parts(sweep)]
+    parts += protocol_parts(sweep)
     # a budget without the paper's data has replaced most of what is assumed about the protocol
     assumed = [] if any(config.budget.offline for config in sweep.configs) else experiment.assumed
     for title, lines in (("Not given in the paper; assumed instead", assumed), ("Notes", experiment.notes)):
@@ -221,29 +222,6 @@ def result_notes(sweep: Sweep) -> list[str]:
     notes = [run.damage for run in runs if run.damage is not None]
     notes += [f"validation set {name}: runs were validated on different texts" for name in differing_texts(runs)]
     return ["\n".join(f"- **{plain(note)}**" for note in notes)] if notes else []
-
-
-def _without_number(sweep: Sweep) -> list[str]:
-    """Return a sentence for each group of columns for which equally many complete runs have no number."""
-    titles: dict[tuple[int, int], list[str]] = {}
-    for name, column in sweep.columns.items():
-        # a run that never has the baseline's loss has no time
-        if column.metric == TIME_TO_BASELINE:
-            continue
-        # where the paper prints a column only for some rows, the others need no number
-        expected = [row for row in sweep.rows if not sweep.is_printed(name) or paper(row, name) is not None]
-        complete = [run for row in expected for run in row.runs if column.metric and run.state == COMPLETE]
-        without = sum(number(run, column.metric, column.at) is None for run in complete)
-        if without:
-            at = f" after {column.at:.0%} of the steps" if column.at < 1 else ""
-            title = f"{plain(title_of(name, column))} (`{column.metric}`{at})"
-            titles.setdefault((without, len(complete)), []).append(title)
-    evaluated = " `python -m depthlm evaluate run=<run> tasks=...` measures tasks."
-    return [
-        f"{without} of {count} complete runs have no finite number yet for {', '.join(group)}."
-        + (evaluated if any("_shot/" in title for title in group) else "")
-        for (without, count), group in titles.items()
-    ]
 
 
 def _list_deviations(sweep: Sweep) -> list[str]:

@@ -57,7 +57,6 @@ def test_runs_of_the_papers_protocol_are_compared_with_its_numbers():
     assert row(text, "Vanilla") == ["3.0000", "2.2348", "+0.7652"]
     assert row(text, "Uniform \\| Mix") == ["2.9000", DASH, DASH]
     assert row(text, "Depth-Attention") == [DASH, "2.2115", DASH]
-    assert "1 of 2 complete runs have no finite number yet for validation loss (`validation_loss`)." in text
 
 
 def test_a_half_finished_sweep_reports_the_progress_of_each_run():
@@ -143,6 +142,4 @@ def test_the_validation_loss_stands_in_for_metrics_that_no_run_has():
     assert row(text, "dca") == ["2.9000"]
     assert row(text, "dca", 1) == [DASH, "70.000"]
     write_run(directories(of, "smoke")[0], **{"zero_shot/piqa": 0.5})
-    text = reported(of, "smoke")
-    assert "stands in for them" not in text
-    assert "for PIQA (`zero_shot/piqa`). `python -m depthlm evaluate run=<run> tasks=...` measures tasks." in text
+    assert "stands in for them" not in reported(of, "smoke")
