@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 import depthlm
-from depthlm.distributed.interrupts import quiet_interrupts
+from depthlm.distributed.signals import quiet_interrupts
 
 Schema = TypeVar("Schema")
 # printed after the notice that a command was interrupted

@@ -182,7 +182,7 @@ def waits_of_step(overrides: list[str]) -> Counter[str]:
 class FakeEngine:
     """What training calls of an engine, with bf16 under autocast, as at ZeRO 0. guard: updates; None: nothing does."""
 
-    in_stages = False
+    run_batch = None
 
     def __init__(self, model: Decoder, guard: StepGuard | None = None) -> None:
         self.model, self.guard = model, guard

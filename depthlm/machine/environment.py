@@ -1,6 +1,5 @@
 """The device, CPU cores and software versions of this process, and why torch cannot use an NVIDIA GPU."""
 
-import ctypes
 import functools
 import importlib.metadata
 import json
@@ -10,8 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -61,25 +58,6 @@ PEAK_TFLOPS = {
 MIN_BF16_WIDTH = 128
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """The state of a machine's NVIDIA GPUs.
-
-    devices: those that this process may open. driver: version of the kernel module. driver_cuda: newest CUDA
-    (major, minor) that the driver's library supports; None: there is no such library. torch: version of torch.
-    torch_cuda: CUDA version that torch is built for; None: it is built for the CPU. failure: torch's message why CUDA
-    does not start. visible: CUDA_VISIBLE_DEVICES; None: not set.
-    """
-
-    devices: tuple[str, ...]
-    driver: str | None
-    driver_cuda: tuple[int, int] | None
-    torch: str
-    torch_cuda: str | None
-    failure: str | None = None
-    visible: str | None = None
-
-
 def device_type(choice: str = "auto") -> str:
     """Return `cuda` or `cpu`; `auto` is the GPU if torch can use one."""
     import torch
@@ -91,7 +69,7 @@ def device_error(choice: str) -> str | None:
     """Return why the chosen device cannot be used, or why a GPU would stay idle; None if neither is the case."""
     if choice == "cpu" or device_type() == "cuda":
         return None
-    if reason := unusable(probe()):
+    if reason := unusable_gpu():
         return f"device={choice}: {reason}"
     if choice == "cuda":
         return "device=cuda: there is no NVIDIA GPU that this process may use; allowed here: auto, cpu"
@@ -220,50 +198,26 @@ def git_state() -> dict[str, Any] | None:
         return None
 
 
-def unusable(gpu: Gpu) -> str | None:
-    """Return why torch does not use the machine's GPU, and the remedy.
-
-    None if torch uses it, if there is no GPU, or if the user hid it.
-    """
-    hidden = gpu.visible is not None and gpu.visible.split(",")[0].strip() in NO_DEVICE
-    if not gpu.devices or hidden or gpu.failure is None:
-        return None
-    has_gpu = f"this machine has an NVIDIA GPU ({gpu.devices[0]})"
-    driver = f"its driver{f' {gpu.driver}' if gpu.driver else ''}"
-    supported = "" if gpu.driver_cuda is None else f"{gpu.driver_cuda[0]}.{gpu.driver_cuda[1]}"
-    if gpu.torch_cuda is None:
-        build = f"a build for CUDA {supported} or older" if supported else "a build with CUDA"
-        cpu_build = f"torch {gpu.torch} is built for the CPU only"
-        return f"{has_gpu}, but {cpu_build}; install {build} (pytorch.org), or give device=cpu"
-    if gpu.driver_cuda is None:
-        return (
-            f"{has_gpu}, but libcuda.so.1, the library of {driver}, was not found; install it (in a container, use "
-            "--gpus or --nv), or give device=cpu"
-        )
-    major = gpu.torch_cuda.partition(".")[0]
-    # within a major version, older drivers run newer CUDA
-    if gpu.driver_cuda[0] < int(major):
-        return (
-            f"{has_gpu}, but {driver} supports CUDA up to {supported}, and torch {gpu.torch} is built for CUDA "
-            f"{gpu.torch_cuda}; update the driver to one for CUDA {major}, install a torch build for CUDA {supported} "
-            "or older (pytorch.org), or give device=cpu"
-        )
-    shown = "" if gpu.visible is None else f" with CUDA_VISIBLE_DEVICES={gpu.visible}"
-    return f"{has_gpu}, but CUDA does not start{shown} ({gpu.failure}); check that nvidia-smi works, or give device=cpu"
-
-
-def probe(environment: Mapping[str, str] = os.environ) -> Gpu:
-    """Examine the GPUs of this machine."""
+def unusable_gpu() -> str | None:
+    """Return why torch does not use the machine's GPU, and the remedy; None if there is none, or if the user hid it."""
     import torch
 
-    return Gpu(
-        devices=_nvidia_devices(),
-        driver=driver_version(),
-        driver_cuda=_driver_cuda(),
-        torch=torch.__version__,
-        torch_cuda=torch.version.cuda,
-        failure=_cuda_failure(),
-        visible=environment.get("CUDA_VISIBLE_DEVICES"),
+    devices, visible = nvidia_devices(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not devices or (visible is not None and visible.split(",")[0].strip() in NO_DEVICE):
+        return None
+    has_gpu, build = f"this machine has an NVIDIA GPU ({devices[0]})", f"torch {torch.__version__} is built for"
+    if torch.version.cuda is None:
+        return f"{has_gpu}, but {build} the CPU only; install a build with CUDA (pytorch.org), or give device=cpu"
+    try:
+        torch.cuda.init()
+        failure = "torch finds no device"
+    except Exception as error:
+        failure = str(error).strip().partition("\n")[0]
+    shown = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible}"
+    return (
+        f"{has_gpu}, but CUDA does not start{shown} ({failure}); {build} CUDA {torch.version.cuda}, and the driver is "
+        f"{driver_version() or 'unknown'}: check that nvidia-smi works (in a container, use --gpus or --nv), update "
+        "the driver, install a torch build for its CUDA (pytorch.org), or give device=cpu"
     )
 
 
@@ -276,7 +230,8 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | No
     return match[1] if match else None
 
 
-def _nvidia_devices() -> tuple[str, ...]:
+def nvidia_devices() -> tuple[str, ...]:
+    """Return the NVIDIA GPUs that this process may open."""
     # a scheduler's job may see the files of devices that it may not open
     files = sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*") if os.access(path, os.R_OK | os.W_OK))
     if files or not (Path("/dev/dxg").exists() and shutil.which("nvidia-smi")):
@@ -287,28 +242,6 @@ def _nvidia_devices() -> tuple[str, ...]:
     except (OSError, subprocess.SubprocessError):
         return ()
     return tuple(line.partition(" (UUID")[0] for line in done.stdout.splitlines() if line.startswith("GPU "))
-
-
-def _driver_cuda() -> tuple[int, int] | None:
-    version = ctypes.c_int()
-    try:
-        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
-            return None
-    except (OSError, AttributeError):
-        return None
-    return version.value // 1000, version.value % 1000 // 10
-
-
-def _cuda_failure() -> str | None:
-    import torch
-
-    if torch.cuda.is_available():
-        return None
-    try:
-        torch.cuda.init()
-    except Exception as error:
-        return str(error).strip().partition("\n")[0]
-    return "torch finds no device"
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
@@ -64,9 +64,9 @@ def train_step(
     replays = graphs is not None and graphs.begin_step()
     if seeds is not None and seeds.device != batch.device:
         seeds = (seeds.pin_memory() if batch.is_cuda else seeds).to(batch.device, non_blocking=True)
-    if engine.in_stages:
+    if engine.run_batch is not None:
         mark("forward and backward")
-        totals = cast(Any, engine).run_batch(batch, seeds, plan.loss_factor / plan.accumulation)
+        totals = engine.run_batch(batch, seeds)
         mark("reducing the loss")
         torch.distributed.all_reduce(totals)
         return engine.step(totals[0], ~torch.isfinite(totals).all() | (totals[0] > highest))

@@ -1,6 +1,7 @@
 """Unusable GPUs are explained, on simulated machines."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -8,57 +9,51 @@ import torch
 from depthlm.config import ConfigError, compose, compose_anywhere
 from depthlm.errors import UserError
 from depthlm.machine import environment
-from depthlm.machine.environment import Gpu, unusable
 
-OLD = Gpu(
-    devices=("/dev/nvidia0", "/dev/nvidia1"),
-    driver="470.57.02",
-    driver_cuda=(11, 4),
-    torch="2.13.0",
-    torch_cuda="13.0",
-    failure="The NVIDIA driver on your system is too old (found version 11040).",
-)
+OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 11040)."
 
 
-def test_a_driver_too_old_for_torch_is_reported_with_both_versions():
-    reason = unusable(OLD) or ""
-    assert "its driver 470.57.02 supports CUDA up to 11.4, and torch 2.13.0 is built for CUDA 13.0" in reason
-    assert "update the driver to one for CUDA 13, install a torch build for CUDA 11.4 or older" in reason
-    assert "give device=cpu" in reason
+@pytest.fixture
+def machine(monkeypatch) -> Callable[..., None]:
+    """Simulate a machine whose GPU torch cannot use, unless it has no devices."""
+
+    def simulate(devices=("/dev/nvidia0", "/dev/nvidia1"), cuda="13.0", failure=OLD_DRIVER, visible=None) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        monkeypatch.setattr("torch.cuda.init", Mock(side_effect=RuntimeError(failure)))
+        monkeypatch.setattr("torch.version.cuda", cuda)
+        monkeypatch.setattr(environment, "nvidia_devices", lambda: devices)
+        monkeypatch.setattr(environment, "driver_version", lambda: "470.57.02")
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    return simulate
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        # of the same major version
-        (
-            {"driver": "580.65.06", "driver_cuda": (13, 0), "torch_cuda": "13.1", "failure": "not yet initialized"},
-            "CUDA does not start (not yet initialized)",
-        ),
-        (
-            {"torch": "2.13.0+cpu", "torch_cuda": None},
-            "torch 2.13.0+cpu is built for the CPU only; install a build for CUDA 11.4 or older",
-        ),
-        ({"driver_cuda": None}, "libcuda.so.1, the library of its driver 470.57.02, was not found"),
-        (
-            {"driver_cuda": (13, 0), "visible": "7", "failure": "No CUDA GPUs are available"},
-            "with CUDA_VISIBLE_DEVICES=7 (No CUDA GPUs are available)",
-        ),
+        ({}, f"CUDA does not start ({OLD_DRIVER})"),
+        ({}, "is built for CUDA 13.0, and the driver is 470.57.02"),
+        ({"cuda": None}, "is built for the CPU only; install a build with CUDA"),
+        ({"visible": "7", "failure": "No CUDA GPUs are available"}, "with CUDA_VISIBLE_DEVICES=7 (No CUDA GPUs are"),
     ],
 )
-def test_the_reason_that_a_gpu_is_unusable_is_reported(changes, reason):
-    assert reason in (unusable(replace(OLD, **changes)) or "")
+def test_the_reason_that_a_gpu_is_unusable_is_reported(machine, changes, reason):
+    machine(**changes)
+    assert reason in (environment.unusable_gpu() or "")
+    assert "give device=cpu" in (environment.unusable_gpu() or "")
 
 
-def test_no_gpu_a_hidden_one_and_one_that_works_are_no_error():
-    hidden = [{"visible": visible} for visible in ("", "-1", "NoDevFiles")]
-    for changes in (*hidden, {"devices": ()}, {"driver_cuda": (13, 0), "failure": None}):
-        assert unusable(replace(OLD, **changes)) is None
+def test_no_gpu_and_a_hidden_one_are_no_error(machine):
+    for changes in (*({"visible": visible} for visible in ("", "-1", "NoDevFiles")), {"devices": ()}):
+        machine(**changes)
+        assert environment.unusable_gpu() is None
 
 
-def test_an_unusable_gpu_is_an_error_unless_the_cpu_is_requested(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(environment, "probe", lambda: OLD)
+def test_an_unusable_gpu_is_an_error_unless_the_cpu_is_requested(machine):
+    machine()
     for choice in ("auto", "cuda"):
         with pytest.raises(ConfigError, match=f"device={choice}: this machine has an NVIDIA GPU"):
             compose([f"device={choice}"])
@@ -68,7 +63,7 @@ def test_an_unusable_gpu_is_an_error_unless_the_cpu_is_requested(monkeypatch):
     assert environment.usable_device("cpu") == "cpu"
     # `compose_anywhere` skips checks of this machine
     assert compose_anywhere().device == "auto"
-    monkeypatch.setattr(environment, "probe", lambda: replace(OLD, devices=()))
+    machine(devices=())
     with pytest.raises(ConfigError, match="device=cuda: there is no NVIDIA GPU that this process may use"):
         compose(["device=cuda"])
     assert compose([]).device == "auto"

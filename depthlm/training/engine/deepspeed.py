@@ -49,10 +49,10 @@ class Engine:
 
     The training loop, checkpoints and benchmarks use nothing of an engine but these methods.
 
-    in_stages: whether the micro-batches of a step pass through a pipeline, by `PipelineEngine.run_batch`.
+    run_batch: computes the gradients of a whole batch, where its micro-batches pass through a pipeline; else None.
     """
 
-    in_stages = False
+    run_batch: Callable[[Tensor, Tensor | None], Tensor] | None = None
 
     def __init__(
         self,

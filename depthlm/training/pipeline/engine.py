@@ -5,7 +5,8 @@ are fp32, and 16 bits are autocast, as at ZeRO 0. A parameter of several stages,
 of a loop, has a copy on each of them, whose gradients are added up.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
+from torch.utils._pytree import tree_leaves, tree_map
 
 from depthlm.config import Config
 from depthlm.data.sampler import inputs_and_targets
@@ -20,20 +22,23 @@ from depthlm.model import Decoder, Loss, initialize
 from depthlm.model.parameters import OwnedParameter
 from depthlm.optimizers.build import build_optimizer
 from depthlm.runs.checkpoints import STATE
+from depthlm.runs.manifest import CheckpointError
 from depthlm.training.engine import Engine
-from depthlm.training.engine.deepspeed import copy_to_cpu
+from depthlm.training.engine.deepspeed import copy_to_cpu, settings_of
 from depthlm.training.engine.reduction import StepGuard, buckets_of
-from depthlm.training.pipeline.chunks import Route, link, plan_route
-from depthlm.training.pipeline.layout import Layout, find_layout
+from depthlm.training.pipeline.chunks import Layout, Route, find_layout, link, plan_route
 from depthlm.training.pipeline.stage import Memory, Stage
-from depthlm.training.pipeline.states import FILE, collect, join_optimizers, load
 from depthlm.training.plan import Plan
+
+# the file of DeepSpeed at ZeRO 0
+FILE = "mp_rank_00_model_states.pt"
 
 
 class PipelineEngine(Engine):
-    """The stages of this rank. `run_batch` takes the place of `__call__` and `backward`."""
+    """The stages of this rank. `run_batch` takes the place of `__call__` and `backward`.
 
-    in_stages = True
+    A checkpoint has the weights and the states of the optimizer of all stages, as one process at ZeRO 0 has them.
+    """
 
     def __init__(self, config: Config, plan: Plan, model: Decoder, layout: Layout, device: torch.device) -> None:
         """model: with the weights of this rank, by `draw_stage`."""
@@ -57,11 +62,12 @@ class PipelineEngine(Engine):
         self.routes: dict[Any, Route] = {}
         self.stages: list[Stage] = []
         shared: Memory = {}
+        factor = plan.loss_factor / plan.accumulation
         for chunk in layout.chunks[layout.stage :: layout.stages]:
             link(model, chunk)
             # without caching, a chunk receives again what an earlier one of the rank has
             memory = shared if self.caching else {}
-            self.stages.append(Stage(config, model, chunk, len(layout.chunks), device, layout.group, memory))
+            self.stages.append(Stage(config, model, chunk, len(layout.chunks), device, layout.group, memory, factor))
         stages: Any = self.stages
         self.schedule = (
             Schedule1F1B(stages[0], plan.accumulation, scale_grads=False)
@@ -71,15 +77,15 @@ class PipelineEngine(Engine):
         # validation calls the decoder
         model.forward = self.evaluate  # type: ignore[method-assign, assignment]
 
-    def run_batch(self, batch: Tensor, seeds: Tensor | None, factor: float) -> Tensor:
+    def run_batch(self, batch: Tensor, seeds: Tensor | None) -> Tensor:
         """Add the gradients of all micro-batches, averaged over the replicas. Returns this rank's [nll, loss], summed.
 
-        batch: [accumulation, micro_batch, T + 1]. seeds: of dropout, [accumulation, micro_batch]. factor: of the loss.
+        batch: [accumulation, micro_batch, T + 1]. seeds: of dropout, [accumulation, micro_batch].
         """
         inputs, targets = inputs_and_targets(batch.flatten(0, 1))
         route = self.route(inputs[: batch.shape[1]])
         for stage in self.stages:
-            stage.begin(route, factor)
+            stage.begin(route)
         given = (inputs, targets) if seeds is None else (inputs, targets, seeds.flatten())
         self.schedule.step(*given, return_outputs=False)
         self.average_gradients()
@@ -212,3 +218,72 @@ def draw_stage(config: Config, model: Decoder, device: torch.device) -> Layout:
 
     initialize(model, config.seed, config.size.init_std, place, config.backbone)
     return layout
+
+
+def collect(tree: Any, layout: Layout, device: torch.device) -> list[Any]:
+    """Return nested containers of all stages on rank 0, with copies of all tensors on the CPU, and [] elsewhere.
+
+    Collective. device: of this rank, from which tensors are sent one by one.
+    """
+    if layout.replica > 0:
+        return []
+    shapes = tree_map(lambda x: x.detach().to("meta") if isinstance(x, Tensor) else x, tree)
+    trees: list[Any] | None = [None] * layout.stages if layout.stage == 0 else None
+    torch.distributed.gather_object(shapes, trees, dst=0, group=layout.group)
+    if trees is None:
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, Tensor):
+                torch.distributed.send(leaf.detach().to(device).contiguous(), 0, layout.group)
+        return []
+
+    def receive(leaf: Any, stage: int) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        # contiguous, also where the state of the sender is not
+        buffer = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+        torch.distributed.recv(buffer, stage, layout.group)
+        return buffer.cpu()
+
+    own = tree_map(lambda x: copy_to_cpu("", x) if isinstance(x, Tensor) else x, tree)
+    return [own, *(tree_map(partial(receive, stage=stage), trees[stage]) for stage in range(1, layout.stages))]
+
+
+def join_optimizers(parts: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]], names: list[list[str]]) -> Any:
+    """Return the `state_dict` of an optimizer of all parameters. parts: of each stage, its states and groups.
+
+    names: of the parameters of each group.
+    """
+    states = {name: state for part, _ in parts for name, state in part.items()}
+    groups, numbers = [], {name: number for number, name in enumerate(name for group in names for name in group)}
+    for group in names:
+        part = next(saved for _, each in parts for saved in each if saved["names"][0] in group)
+        groups.append(part | {"names": group, "params": [numbers[name] for name in group]})
+    return {"state": {numbers[name]: states[name] for name in numbers if name in states}, "param_groups": groups}
+
+
+def load(checkpoint: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> int:
+    """Load the weights and the states of this stage from a checkpoint at ZeRO 0. Returns its number of updates.
+
+    The groups keep the settings of the optimizer. Raises CheckpointError if the checkpoint lacks a parameter.
+    """
+    saved = torch.load(checkpoint / STATE / FILE, mmap=True, weights_only=False, map_location="cpu")
+    # by the name of a parameter, its group and its number
+    places = {
+        name: (group, number)
+        for group in saved["optimizer"]["param_groups"]
+        for name, number in zip(group["names"], group["params"], strict=True)
+    }
+    groups: list[dict[str, Any]] = []
+    for group, settings in zip(optimizer.param_groups, settings_of(optimizer), strict=True):
+        if missing := [name for name in group["names"] if name not in places]:
+            raise CheckpointError(f"{checkpoint}: there is no state of {missing[0]}")
+        saved_groups, numbers = zip(*(places[name] for name in group["names"]), strict=True)
+        groups.append(saved_groups[0] | settings | {"params": list(numbers)})
+    own = {number for group in groups for number in group["params"]}
+    states = {number: state for number, state in saved["optimizer"]["state"].items() if number in own}
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(saved["module"][name])
+    return int(saved["global_steps"])

@@ -24,7 +24,6 @@ from depthlm.model.decoder import Prefix
 from depthlm.training.engine import autocast
 from depthlm.training.pipeline.chunks import (
     Chunk,
-    Key,
     Route,
     Slot,
     Tensors,
@@ -34,8 +33,8 @@ from depthlm.training.pipeline.chunks import (
     tensors_at,
 )
 
-# the leaves of a rank, by the number of their micro-batch and their key
-Memory = dict[tuple[int, Key], Tensor]
+# the leaves of a rank, by the number of their micro-batch
+Memory = dict[int, Tensors]
 
 
 class Stage(_PipelineStageBase):
@@ -53,15 +52,16 @@ class Stage(_PipelineStageBase):
         device: torch.device,
         group: Any,
         memory: Memory,
+        factor: float,
     ) -> None:
         super().__init__(model, chunk.number, chunks, device, group)
-        self.config, self.model, self.chunk, self.memory = config, model, chunk, memory
+        self.config, self.model, self.chunk, self.memory, self.factor = config, model, chunk, memory, factor
         # torch's own description of what is received
         self.args_recv_info = {0: ()}
 
-    def begin(self, route: Route, factor: float = 1.0) -> None:
+    def begin(self, route: Route) -> None:
         """Begin a batch."""
-        self.route, self.factor = route, factor
+        self.route = route
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.incoming = route.sent[self.chunk.number]
         self.outgoing: list[Slot] = [] if self.chunk.is_last else route.sent[self.chunk.number + 1]
@@ -98,14 +98,13 @@ class Stage(_PipelineStageBase):
     ) -> None:
         """Run the layers of a micro-batch. args: inputs_bt, targets_bt, and perhaps the seeds of dropout."""
         batch, (inputs, targets, *seeds), cuts = fwd_chunk_id, args, self.route.cuts
-        self.memory |= {(batch, key): leaf_of(x) for key, x in self.received.pop(batch, {}).items()}
+        memory = self.memory.setdefault(batch, {})
+        memory |= {key: leaf_of(x) for key, x in self.received.pop(batch, {}).items()}
         with autocast(self.config, self.device):
-            before = self.open_or_resume(
-                inputs, cuts, {key: x for (number, key), x in self.memory.items() if number == batch}, *seeds
-            )
+            before = self.open_or_resume(inputs, cuts, memory, *seeds)
             if self.is_first:
                 self.opened[batch] = tensors_at(self.model, cuts[0], before)
-                self.memory |= {(batch, key): leaf_of(x) for key, x in self.opened[batch].items()}
+                memory |= {key: leaf_of(x) for key, x in self.opened[batch].items()}
             after, _ = self.model.run(inputs, before, self.chunk.end, seeds_b=seeds[0] if seeds else None)
             if not self.is_last:
                 self.outputs[batch] = tensors_at(self.model, cuts[self.chunk.number + 1], after)
@@ -135,7 +134,7 @@ class Stage(_PipelineStageBase):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """Add the gradients of the parameters, and compute those of what was received."""
-        batch, memory = bwd_chunk_id, self.memory
+        batch, memory = bwd_chunk_id, self.memory[bwd_chunk_id]
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
         if self.is_last:
@@ -143,19 +142,19 @@ class Stage(_PipelineStageBase):
             gradients.append(None)
         outputs = self.outputs.pop(batch, {})
         for key, gradient in self.returned.pop(batch, {}).items():
-            if (leaf := memory.get((batch, key))) is not None:
+            if (leaf := memory.get(key)) is not None:
                 # another chunk has computed it
                 leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
             elif outputs[key].requires_grad:
                 roots.append(outputs[key])
                 gradients.append(gradient)
         for key, x in self.opened.pop(batch, {}).items():
-            leaf = memory.pop((batch, key))
+            leaf = memory.pop(key)
             if leaf.grad is not None and x.requires_grad:
                 roots.append(x)
                 gradients.append(leaf.grad)
         torch.autograd.backward(roots, gradients)
-        leaves = [memory.pop((batch, slot.key)) for slot in self.incoming]
+        leaves = [memory.pop(slot.key) for slot in self.incoming]
         self.gradients[batch] = [torch.zeros_like(x) if x.grad is None else x.grad.contiguous() for x in leaves]
 
     def _prepare_forward_infra(self, *_: Any, **__: Any) -> None:

@@ -112,7 +112,7 @@ def pipeline_updates(overrides: list[str], dtype: torch.dtype) -> Updates:
             share = tokens.chunk(plan.replicas)[ranks().rank // plan.stages]
             batch = share.view(plan.accumulation, plan.micro_batch_size, -1)
             if not first:
-                engine.run_batch(batch, None, plan.loss_factor / plan.accumulation)
+                engine.run_batch(batch, None)
                 first = arrays({name: p.grad for name, p in engine.parameters.items()})
                 engine.optimizer.zero_grad()
                 number_of_tokens = batch[..., 1:].numel()
