@@ -23,14 +23,42 @@ from depthlm.ops.cross_entropy import chunked as linear_cross_entropy
 META = torch.device("meta")
 
 # functions that autocast computes in 16 bits; on a GPU, in fp32 from a cast input; on a GPU, with a result in fp32
-LOWER = set(
-    "linear matmul __matmul__ __rmatmul__ mm bmm mv addmm addbmm baddbmm einsum linalg_vecdot conv1d "
-    "scaled_dot_product_attention".split()
-)
-FP32 = set(
-    "exp expm1 log log1p log2 log10 reciprocal rsqrt pow __pow__ __rpow__ softplus layer_norm group_norm logsumexp norm "
-    "cosine_similarity mse_loss".split()
-)
+LOWER = {
+    "linear",
+    "matmul",
+    "__matmul__",
+    "__rmatmul__",
+    "mm",
+    "bmm",
+    "mv",
+    "addmm",
+    "addbmm",
+    "baddbmm",
+    "einsum",
+    "linalg_vecdot",
+    "conv1d",
+    "scaled_dot_product_attention",
+}
+FP32 = {
+    "exp",
+    "expm1",
+    "log",
+    "log1p",
+    "log2",
+    "log10",
+    "reciprocal",
+    "rsqrt",
+    "pow",
+    "__pow__",
+    "__rpow__",
+    "softplus",
+    "layer_norm",
+    "group_norm",
+    "logsumexp",
+    "norm",
+    "cosine_similarity",
+    "mse_loss",
+}
 FP32_RESULT = {"sum", "prod", "softmax", "log_softmax", "cumsum", "cumprod", "linalg_vector_norm"}
 HALF = (torch.float16, torch.bfloat16)
 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12):

@@ -26,11 +26,12 @@ from depthlm.training.monitoring.describe import show_next_commands, summary_of,
 from depthlm.training.monitoring.display import Bar, row_text, validation_lines
 from depthlm.training.monitoring.meters import SublayerNormMeter, meter_of
 from depthlm.training.monitoring.metrics import (
+    FIRST_PROFILED,
     MetricsFile,
-    Profiler,
     Stopwatch,
     open_metrics,
     peak_memory_gib,
+    start_profiler,
 )
 from depthlm.training.nonfinite import BadBatches, DivergedError, spike_limit
 from depthlm.training.plan import Due, is_multiple, learning_rate
@@ -73,7 +74,7 @@ class Trainer:
         self.routing = meter_of(engine, self.paths.experts if self.is_rank_0 else None, progress.step)
         self.stopwatch, self.logged_at = Stopwatch(progress.wall_seconds), progress.step
         self.data_wait = Stopwatch()
-        self.profiler = Profiler(self.paths.path) if self.training.profile and self.is_rank_0 else None
+        self.profiler = start_profiler(self.paths.path) if self.training.profile and self.is_rank_0 else None
         self.trackers = Trackers([])
         if self.is_rank_0:
             settings, path = dataclasses.asdict(self.config), self.paths.path
@@ -139,12 +140,14 @@ class Trainer:
                     self.trackers.write(self.metrics.last)
                 self.maybe_evaluate()
                 if self.profiler is not None:
-                    self.profiler.step(last=due.last)
+                    self.profiler.step()
                 if due.stop:
                     break
                 self.stopwatch.start()
         if self.profiler is not None:
-            self.profiler.close()
+            self.profiler.stop()
+            if self.profiler.step_num < FIRST_PROFILED:
+                log.warning("no trace: profiling begins at step %d of a process", FIRST_PROFILED)
         return progress.step < self.plan.last_step
 
     def make_up_validation(self) -> None:

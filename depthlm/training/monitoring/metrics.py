@@ -16,7 +16,6 @@ from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import row_of
 
 log = logging.getLogger("depthlm")
-# the first steps warm up allocators and compilers
 FIRST_PROFILED, LAST_PROFILED = 3, 5
 
 
@@ -145,41 +144,28 @@ class Stopwatch:
         return seconds
 
 
-class Profiler:
-    """Records a few steps of this process in profile/trace.json, which ui.perfetto.dev shows."""
+def start_profiler(directory: Path) -> torch.profiler.profile:
+    """Return a profiler whose `step` is to be called after each step of this process, and `stop` in the end.
 
-    def __init__(self, directory: Path) -> None:
-        self.path = RunDirectory(directory).trace
-        self.shown = self.path.relative_to(directory)
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_initialized():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self.steps_seen = 0
-        self.profile: torch.profiler.profile | None = torch.profiler.profile(activities=activities)
+    It records steps 3 to 5, or fewer if the run ends there, in profile/trace.json, which ui.perfetto.dev shows.
+    """
+    path = RunDirectory(directory).trace
 
-    def step(self, last: bool) -> None:
-        """Count a finished step, from 1 in each process, also in a resumed run. last: no step follows."""
-        self.steps_seen += 1
-        if self.profile is None:
-            return
-        if self.steps_seen == FIRST_PROFILED - 1 and not last:
-            self.profile.start()
-        elif self.steps_seen == LAST_PROFILED:
-            self.close()
+    def write(profiler: torch.profiler.profile) -> None:
+        path.parent.mkdir(exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+        recorded, shown = profiler.step_num - FIRST_PROFILED + 1, path.relative_to(directory)
+        log.info("trace of %d steps: %s (open it in ui.perfetto.dev)", recorded, shown)
 
-    def close(self) -> None:
-        """Write the recorded steps, even if the run ends before step LAST_PROFILED."""
-        if self.profile is None:
-            return
-        recorded = min(self.steps_seen, LAST_PROFILED) - FIRST_PROFILED + 1
-        if recorded > 0:
-            self.profile.stop()
-            self.path.parent.mkdir(exist_ok=True)
-            self.profile.export_chrome_trace(str(self.path))
-            log.info("trace of %d steps: %s (open it in ui.perfetto.dev)", recorded, self.shown)
-        else:
-            log.warning("no trace: profiling begins at step %d of a process, and this one ran fewer", FIRST_PROFILED)
-        self.profile = None
+    # the first steps warm up allocators and compilers, and one more the profiler
+    active = LAST_PROFILED - FIRST_PROFILED + 1
+    schedule = torch.profiler.schedule(skip_first=FIRST_PROFILED - 2, wait=0, warmup=1, active=active, repeat=1)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_initialized():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    profiler = torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=write)
+    profiler.start()
+    return profiler
 
 
 def _line(row: dict[str, Any]) -> str:
