@@ -1,15 +1,21 @@
-"""Whether the Triton kernels are correct on this device.
+"""Whether the Triton kernels, and steps as CUDA graphs, are correct on this device.
 
-    python benchmarks/rungs/correctness.py --output kernels.json [--processes 5] [--tiny]
+    python benchmarks/rungs/correctness.py kernels|graphs --output kernels.json [--processes 5] [--tiny]
 
-Each operator of `shared/operators.py` runs forward and backward in Triton, in PyTorch, and in PyTorch in fp64 on the
-same values; the errors are relative to the largest value of a tensor. Then a tiny decoder of each preset takes training
-steps with both, and their losses are compared. A difference is allowed up to a tolerance, or up to twice the error of
-PyTorch in the same dtype.
+kernels: each operator of `shared/operators.py` runs forward and backward in Triton, in PyTorch, and in PyTorch in fp64
+on the same values; the errors are relative to the largest value of a tensor. Then a tiny decoder of each preset takes
+training steps with both, and their losses are compared. A difference is allowed up to a tolerance, or up to twice the
+error of PyTorch in the same dtype.
+
+graphs: a tiny decoder of each preset takes training steps with `training.cuda_graphs=true`, and again with `false`,
+both with `deterministic=true`, on another batch in each step. The losses must be exactly the same. Sublayers are
+compiled in bf16, and not in fp32. The number of micro-batches of a step is 1 in one of both dtypes, and 2 in the other
+one. If losses differ, the steps without graphs are taken once more, which shows whether these are reproducible at all.
 """
 
 import itertools
 import sys
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,11 +24,21 @@ from torch import Tensor
 
 import depthlm
 from benchmarks.shared import reporting
+from benchmarks.shared.decoders import training_of
 from benchmarks.shared.operators import CASES, Make, Shape, difference, shape_of, step
-from benchmarks.shared.side_by_side import check_lines
+from benchmarks.shared.side_by_side import Job, check_lines
 from depthlm.config import compose_anywhere, mechanisms
+from depthlm.distributed.process_group import start_distributed
 from depthlm.machine import environment
+from depthlm.training.setup import start_process
 
+# steps of each preset, and where they are tiny
+STEPS, TINY_STEPS = 20, 4
+MICRO_BATCH = 2
+# by precision, whether sublayers are compiled
+PRECISIONS = {"bf16": True, "fp32": False}
+# there are no graphs on a CPU
+GRAPHS = "true" if torch.cuda.is_available() else "auto"
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 # the allowed difference of losses after some steps, relative to the loss
 LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
@@ -84,7 +100,23 @@ def check_preset(preset: str, dtype: torch.dtype, tokens: int, steps: int) -> di
     }
 
 
-def markdown(results: reporting.Results) -> str:
+def kernels_jobs(tiny: bool, steps: int) -> Iterator[Job]:
+    """Yield the checks of all operators, then those of all presets."""
+    shape, types, tokens = shape_of("1.5b", 1, 256), [torch.bfloat16, torch.float32], 256
+    operators, presets = list(CASES), [name for name in mechanisms() if name != "vanilla"]
+    if tiny:
+        shape, types, tokens = TINY, [torch.float32], 4
+        operators, presets = ["depth_value_mix", "merged_attention"], ["moda"]
+    for kind, names in (("operator", operators), ("preset", presets)):
+        for dtype, name in itertools.product(types, names):
+            line = {"kind": kind, "name": name, "dtype": str(dtype).removeprefix("torch.")}
+            if kind == "operator":
+                yield line, partial(check_operator, name, shape, dtype)
+            else:
+                yield line, partial(check_preset, name, dtype, tokens, steps)
+
+
+def kernels_table(results: reporting.Results) -> str:
     """Return a table of the operators, and one of the presets that failed. Errors are relative to a tensor's largest
     value."""
     operators, presets, differences = [], [], []
@@ -112,28 +144,101 @@ def markdown(results: reporting.Results) -> str:
     return reporting.headed(results, f"{first}\n\n{summary}.{second}")
 
 
+def take_steps(overrides: list[str], graphs: str, steps: int) -> tuple[list[float], Any]:
+    """Return the losses of a run, and its graphs."""
+    config = depthlm.compose([*overrides, f"training.cuda_graphs={graphs}"])
+    device = start_distributed(start_process(config))
+    # another compilation for each run: PyTorch keeps few of a function, and then no longer compiles it
+    torch._dynamo.reset()
+    training = training_of(config, device)
+    losses = []
+    for _ in range(steps):
+        training.batch.copy_(training.batch.roll(1, dims=-1))
+        losses.append(training.step())
+    return losses, training.graphs
+
+
+def check_graphs(overrides: list[str], steps: int) -> dict[str, Any]:
+    with_graphs, graphs = take_steps(overrides, GRAPHS, steps)
+    captured, reason = (0, "the run takes no graphs") if graphs is None else (graphs.captured, graphs.reason)
+    # free their memory
+    del graphs
+    without, _ = take_steps(overrides, "false", steps)
+    equal = with_graphs == without and without[-1] < without[0]
+    line = {
+        "captured": captured,
+        "reason": reason,
+        "difference": largest(with_graphs, without),
+        "first_loss": without[0],
+        "last_loss": without[-1],
+        "passed": equal,
+    }
+    if not equal:
+        line["difference_without_graphs"] = largest(take_steps(overrides, "false", steps)[0], without)
+        line |= {"losses": with_graphs, "losses_without_graphs": without}
+    return line
+
+
+def largest(a: list[float], b: list[float]) -> float:
+    """Return the largest difference of losses; NaN if one is not a number."""
+    # torch's max propagates a NaN, Python's max ignores it
+    return (torch.tensor(a, dtype=torch.float64) - torch.tensor(b, dtype=torch.float64)).abs().max().item()
+
+
+def graphs_jobs(tiny: bool, steps: int) -> Iterator[Job]:
+    """Yield the checks of all presets in all precisions."""
+    presets, precisions, shape = mechanisms(), list(PRECISIONS), []
+    if tiny:
+        presets, precisions, shape = ["moda", "mhc"], ["fp32"], ["training.sequence_length=8"]
+    for (d, precision), (p, preset) in itertools.product(enumerate(precisions), enumerate(presets)):
+        accumulation = 1 + (d + p) % 2
+        overrides = [f"model={preset}", "size=micro", f"precision={precision}", "deterministic=true", "tracker=none",
+                     f"training.compile={str(PRECISIONS[precision]).lower()}",
+                     f"training.micro_batch_size={MICRO_BATCH}",
+                     f"training.batch_size={accumulation * MICRO_BATCH}", *shape]  # fmt: skip
+        line = {"name": preset, "dtype": precision, "accumulation": accumulation, "compiled": PRECISIONS[precision]}
+        yield line, partial(check_graphs, overrides, steps)
+
+
+def graphs_table(results: reporting.Results) -> str:
+    """Return how many lines are equal, and a table of the others. graphs: how many were captured, or why none was."""
+    rows = []
+    for line in results["lines"]:
+        if line.get("passed") and line["captured"]:
+            continue
+        outcome = "equal" if line.get("passed") else line.get("error", "differ")
+        graphs = line.get("reason") or str(line.get("captured", ""))
+        cells = [reporting.number(line.get("difference"), ".1e"), reporting.number(line.get("last_loss"), ".3f")]
+        compiled = "yes" if line["compiled"] else "no"
+        words = [str(line["accumulation"]), compiled, graphs, *cells, outcome]
+        rows.append([line["name"], line["dtype"], *(word.replace("|", "\\|") for word in words)])
+    header = ("preset", "precision", "micro-batches", "compiled", "graphs", "largest difference", "last loss", "")
+    equal = sum(bool(line.get("passed")) for line in results["lines"])
+    captured = sum(bool(line.get("captured")) for line in results["lines"])
+    counts = f"{equal} of {len(results['lines'])} equal, {captured} captured"
+    text = reporting.table(header, rows) if rows else "No preset differs."
+    return reporting.headed(results, text, f"{results['steps']} steps with and without graphs: {counts}")
+
+
+def markdown(results: reporting.Results) -> str:
+    is_of_kernels = any("kind" in line for line in results["lines"])
+    return kernels_table(results) if is_of_kernels else graphs_table(results)
+
+
 def main() -> int:
     parser = reporting.parser_of(__doc__, processes=1)
+    parser.add_argument("subject", choices=("kernels", "graphs"))
     parser.add_argument("--tiny", action="store_true", help="a few tiny cases, for a test on a CPU")
     arguments = reporting.arguments_of(parser, markdown)
-    shape, types, tokens, steps = shape_of("1.5b", 1, 256), [torch.bfloat16, torch.float32], 256, 20
-    operators, presets = list(CASES), [name for name in mechanisms() if name != "vanilla"]
-    if arguments.tiny:
-        shape, types, tokens, steps = TINY, [torch.float32], 4, 2
-        operators, presets = ["depth_value_mix", "merged_attention"], ["moda"]
-    checks: dict[tuple[str, str, torch.dtype], Any] = {}
-    for dtype, name in itertools.product(types, operators):
-        checks["operator", name, dtype] = partial(check_operator, name, shape, dtype)
-    for dtype, name in itertools.product(types, presets):
-        checks["preset", name, dtype] = partial(check_preset, name, dtype, tokens, steps)
-    jobs = (
-        ({"kind": kind, "name": name, "dtype": str(dtype).removeprefix("torch.")}, check)
-        for (kind, name, dtype), check in checks.items()
-    )
-    results: reporting.Results = {"shape": shape._asdict(), "steps": steps}
+    steps = TINY_STEPS if arguments.tiny else STEPS
+    jobs = (kernels_jobs if arguments.subject == "kernels" else graphs_jobs)(arguments.tiny, steps)
+    results: reporting.Results = {"steps": steps}
     check_lines(jobs, results, arguments.output, arguments.processes)
     reporting.publish(arguments.output, results, markdown)
-    return int(not all(line.get("passed") for line in results["lines"]))
+    lines = results["lines"]
+    captured = any(line.get("captured") for line in lines)
+    nothing = arguments.subject == "graphs" and torch.cuda.is_available() and not captured
+    return int(nothing or not all(line.get("passed") for line in lines))
 
 
 if __name__ == "__main__":

@@ -24,11 +24,6 @@ from depthlm.accounting.overhead import decoders, print_table, size_text
 from depthlm.counts import format_count
 from depthlm.errors import UserError
 from depthlm.model import Decoder
-from depthlm.model.attention.context import AttentionContext
-from depthlm.model.attention.self_attention import DepthKV, SelfAttention
-from depthlm.model.connection import Connection, State
-from depthlm.model.layer import Observer
-from depthlm.model.shape import SublayerSpec
 
 
 class Schedule(NamedTuple):
@@ -47,32 +42,6 @@ class Sent(NamedTuple):
 
     naive: list[int]
     cached: list[int]
-
-
-class Received(Observer):
-    """Records what each unrolled layer needs of the layers before it."""
-
-    def __init__(self) -> None:
-        self.layers: list[list[Tensor]] = []
-        # layers whose mixer passes the depth list on, so the next attention reads the list before them
-        self.without_depth: list[list[Tensor]] = []
-
-    def read(self, connection: Connection, state: State) -> None:
-        if connection.spec.kind == "attention":
-            self.layers.append(connection.retained(state))
-            self.without_depth.append(self.layers[-1])
-
-    def attend(
-        self,
-        spec: SublayerSpec,
-        attention: SelfAttention,
-        projected: tuple[Tensor, ...],
-        depth: DepthKV,
-        past: AttentionContext,
-    ) -> None:
-        for tensors in self.without_depth:
-            tensors += attention.retained(depth)
-        self.without_depth = []
 
 
 def print_pipeline(
@@ -128,12 +97,15 @@ def transitions(model: Decoder, schedule: Schedule) -> Sent:
             f"--pipeline P={schedule.stages} V={schedule.virtual}: {chunks} chunks need as many layers, and size "
             f"{model.size.name} has {depth}; allowed: P times V up to {depth}"
         )
-    received = Received()
-    model(torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device), observer=received)
-    naive, cached = [], []
+    token_bt = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
+    prefix, naive, cached = None, [], []
+    # keeps all tensors, so that their ids differ
+    needed: list[list[Tensor]] = []
     kept: list[set[int]] = [set() for _ in range(schedule.stages)]
     for chunk in range(chunks):
-        sizes = {id(x): BYTES_PER_VALUE * x.numel() for x in received.layers[chunk * depth // chunks]}
+        prefix, _ = model.run(token_bt, prefix, until=chunk * depth // chunks)
+        needed.append(model.needed(prefix))
+        sizes = {id(x): BYTES_PER_VALUE * x.numel() for x in needed[-1]}
         held = kept[chunk % schedule.stages]
         # the first chunk computes what it needs
         if chunk:

@@ -229,6 +229,20 @@ class Decoder(nn.Module):
                 cache.advance(length, document_b1)
             return Prefix(until, state, depth), routings
 
+    def next_attention(self, position: int) -> tuple[int, SelfAttention | None]:
+        """Return the first unrolled layer from a position on that reads the depth list, and its attention."""
+        depth = self.loops * self.size.num_layers
+        for number in range(position, depth):
+            if isinstance(attention := self.layers[number % self.size.num_layers].attention, SelfAttention):
+                return number, attention
+        return depth, None
+
+    def needed(self, prefix: Prefix) -> list[Tensor]:
+        """Return the distinct tensors of a prefix that later layers need, which a pipeline sends to them."""
+        _, attention = self.next_attention(prefix.position)
+        of_depth = [] if attention is None else attention.retained(prefix.depth)
+        return self.connections[2 * prefix.position].retained(prefix.state) + of_depth
+
     def mask_documents(self, mask_mode: bool | Literal["bos"], end_of_text: int) -> None:
         """Limit attention to documents as `data.document_mask` says."""
         self.end_of_text, self.end_of_text_begins = end_of_text if mask_mode else None, mask_mode == "bos"

@@ -12,7 +12,7 @@ from depthlm.model.layer import UNOBSERVED, Observer
 from depthlm.model.parameters import generator_for
 from depthlm.training.engine import Engine
 from depthlm.training.graphs import MicroBatchGraphs, run_forward
-from depthlm.training.monitoring.meters import RoutingMeter
+from depthlm.training.monitoring.metrics import RoutingMeter
 from depthlm.training.plan import Plan
 
 

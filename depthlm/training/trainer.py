@@ -24,11 +24,12 @@ from depthlm.training.engine import Engine
 from depthlm.training.graphs import make_graphs
 from depthlm.training.monitoring.describe import show_next_commands, summary_of, write_results
 from depthlm.training.monitoring.display import Bar, row_text, validation_lines
-from depthlm.training.monitoring.meters import SublayerNormMeter, meter_of
 from depthlm.training.monitoring.metrics import (
     FIRST_PROFILED,
     MetricsFile,
+    RoutingMeter,
     Stopwatch,
+    SublayerNormMeter,
     open_metrics,
     peak_memory_gib,
     start_profiler,
@@ -71,7 +72,10 @@ class Trainer:
         norms = self.paths.sublayer_norms
         has_norms = self.is_rank_0 and (self.training.log_blocks_every is not None or norms.exists())
         self.sublayer_norms = MetricsFile(norms if has_norms else None, progress.step)
-        self.routing = meter_of(engine, self.paths.experts if self.is_rank_0 else None, progress.step)
+        self.routing: RoutingMeter | None = None
+        if engine.model.mixtures():
+            rows = MetricsFile(self.paths.experts if self.is_rank_0 else None, progress.step)
+            self.routing = RoutingMeter(engine.model, self.device, rows)
         self.stopwatch, self.logged_at = Stopwatch(progress.wall_seconds), progress.step
         self.data_wait = Stopwatch()
         self.profiler = start_profiler(self.paths.path) if self.training.profile and self.is_rank_0 else None

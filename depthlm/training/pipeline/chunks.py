@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from depthlm.config import Config
 from depthlm.model import Decoder
-from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.decoder import Prefix
 from depthlm.optimizers.build import parameter_groups
 
@@ -71,20 +70,7 @@ def contents(model: Decoder, prefix: Prefix) -> tuple[Any, list[Tensor]]:
     """Return the state and the entries of the depth list at a cut, and the tensors in them that later layers need."""
     connection = model.connections[2 * prefix.position]
     state, entries = connection.settle(prefix.state), [tuple(entry) for entry in prefix.depth]
-    needed = connection.retained(state)
-    _, attention = next_attention(model, prefix.position)
-    if attention is not None:
-        needed = needed + attention.retained(prefix.depth)
-    return (state, entries), needed
-
-
-def next_attention(model: Decoder, position: int) -> tuple[int, SelfAttention | None]:
-    """Return the first unrolled layer from a position on that reads the depth list, and its attention."""
-    depth, layers = model.loops * model.size.num_layers, model.size.num_layers
-    for number in range(position, depth):
-        if isinstance(attention := model.layers[number % layers].attention, SelfAttention):
-            return number, attention
-    return depth, None
+    return (state, entries), model.needed(prefix._replace(state=state))
 
 
 def describe_cut(model: Decoder, prefix: Prefix, known: Mapping[int, Key], chunk: int) -> Any:
@@ -120,7 +106,7 @@ def tensors_at(model: Decoder, cut: Any, prefix: Prefix) -> Tensors:
 def resume(model: Decoder, cut: Any, position: int, tensors: Mapping[Key, Tensor]) -> Prefix:
     """Return what a forward pass has computed before a layer, of the tensors that crossed the cut there."""
     state, entries = tree_map(lambda leaf: tensors[leaf.key] if isinstance(leaf, Slot) else leaf, cut)
-    number, attention = next_attention(model, position)
+    number, attention = model.next_attention(position)
     if attention is not None:
         entries = attention.resume_depth(entries, number // model.size.num_layers)
     return Prefix(position, state, entries)

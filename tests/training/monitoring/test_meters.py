@@ -13,7 +13,7 @@ from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.model import Observer, SublayerSpec
 from depthlm.training.engine import build_engine
-from depthlm.training.monitoring.meters import SublayerNormMeter
+from depthlm.training.monitoring.metrics import SublayerNormMeter
 from depthlm.training.plan import make_plan
 from depthlm.training.step import train_step
 
