@@ -1,6 +1,6 @@
-"""The device, and runs: tests, fp16's loss scale, a kill while a checkpoint is saved, a short budget=gpu_hour.
+"""The device, and runs: tests, fp16's loss scale, a kill while a checkpoint is saved.
 
-    python benchmarks/rungs/runs.py device|tests|fp16|resume|gpu_hour --scratch FOLDER --output JSON [--tiny]
+    python benchmarks/rungs/runs.py device|tests|fp16|resume --scratch FOLDER --output JSON [--tiny]
 
 The text is the source of Python's standard library in bytes, so nothing is downloaded. The folder must not exist; it is
 removed at the end.
@@ -51,8 +51,6 @@ OUTCOME, EVERY = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b.*::|::.*\b(PASSE
 SETTINGS = "name,driver_version,pstate,clocks.max.sm,power.limit,memory.total,memory.used,mig.mode.current"
 # the largest relative difference of a loss of a resumed run from that of an undisturbed one
 DIFFERENCE = 0.01
-# 80 seconds at the rate that conf/budget/gpu_hour.yaml assumes; the start and the last checkpoint take the rest
-TWO_MINUTES = 3.2e16
 
 
 def command(scratch: Path, name: str, overrides: list[str]) -> list[str]:
@@ -174,21 +172,8 @@ def resume(scratch: Path, tiny: bool) -> Iterator[Results]:
     }
 
 
-def gpu_hour(scratch: Path, tiny: bool) -> Iterator[Results]:
-    """Train at 1.5b as an experiment with budget=gpu_hour does, for a fraction of its FLOPs."""
-    shape = ["size=1.5b", f"budget.flops={TWO_MINUTES:g}", "training.batch_size=128", "training.validation_tokens=64K"]
-    if tiny:
-        shape = [*TINY, "budget.flops=1e9"]
-    run = [*shape, "budget=gpu_hour", "model=depth_attention", "training.checkpoint_every=1000000"]
-    curve = finish(scratch, "gpu_hour", run)
-    summary = read_run(scratch / "gpu_hour").summary
-    kept = ("steps", "tokens", "validation_loss", "tokens_per_second", "mfu", "wall_seconds", "peak_memory_gib")
-    first, last = curve[0]["loss"], curve[-1]["loss"]
-    yield {"first_loss": first, "last_loss": last, **{key: summary[key] for key in kept}, "passed": last < first}
-
-
 RUNS: dict[str, Callable[[Path, bool], Iterator[Results]]] = {
-    "device": device, "tests": tests, "fp16": fp16, "resume": resume, "gpu_hour": gpu_hour
+    "device": device, "tests": tests, "fp16": fp16, "resume": resume
 }  # fmt: skip
 
 

@@ -9,7 +9,6 @@ step are those that the profiler sees in the first mode of a preset.
 
 import statistics
 import sys
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -35,7 +34,6 @@ MODES = {
 }
 # untimed steps after the first one, in the last of which graphs are captured
 WARM_UP = 3
-TITLES = {"eager": "eager", "compiled": "without graphs", "graphs": "with graphs"}
 
 
 def measure_step(config: Config, device: torch.device, rounds: int, profiled: bool, estimated: bool) -> dict[str, Any]:
@@ -73,9 +71,12 @@ def measure_step(config: Config, device: torch.device, rounds: int, profiled: bo
 COLUMNS = {
     "tokens_per_second": ("tokens/s", ",.0f"),
     "microseconds_per_token": ("us/token", ",.1f"),
+    "of_vanilla": ("/ vanilla", ".3f"),
+    "paper": ("paper / vanilla", ".2f"),
     "mfu": ("MFU", ".1%"),
     "launches": ("launches", ","),
     "gpu_seconds": ("GPU busy, s", ".3f"),
+    "depth_seconds": ("depth kernels, s", ".4f"),
     "peak_memory_gib": ("GiB", ".1f"),
     "estimated_memory_gib": ("estimate", ".1f"),
     "first_step_seconds": ("first step, s", ".1f"),
@@ -83,69 +84,35 @@ COLUMNS = {
 
 
 def markdown(results: reporting.Results) -> str:
-    """Return a table. estimate: of `depthlm summary`, in GiB. first step: with compilation."""
+    """Return a table without the columns that are empty in all lines.
+
+    / vanilla: times as long as the mean of vanilla's turns in the same mode. estimate: of `depthlm summary`, in GiB.
+    first step: with compilation.
+    """
     if "presets" in results:
         # results of benchmarks/mechanisms.py, which measures each preset beside vanilla
         return mechanisms.markdown(results)
-    if results.get("compared"):
-        return compare(results)
-    lines = []
-    for line in results["lines"]:
-        values = [reporting.number(line.get(key), form) for key, (_, form) in COLUMNS.items()]
+    lines, rows, notes = results["lines"], [], []
+    for line in lines:
+        shown = dict(line)
+        if results.get("compared"):
+            vanilla = [
+                x.get("microseconds_per_token") for x in lines if (x["preset"], x["mode"]) == ("vanilla", line["mode"])
+            ]
+            if "microseconds_per_token" in line and vanilla and all(vanilla):
+                shown["of_vanilla"] = line["microseconds_per_token"] / statistics.mean(vanilla)
+            shown["paper"] = read_paper(line["size"], line["preset"])
+        values = [reporting.number(shown.get(key), form) for key, (_, form) in COLUMNS.items()]
         if "error" in line:
             values[0] = "error"
-        lines.append((line["preset"], line["size"], line["mode"], shape_of(line), *values))
-    header = ("preset", "size", "mode", "batch", *(title for title, _ in COLUMNS.values()))
-    return reporting.headed(results, reporting.table(header, lines))
-
-
-def shape_of(line: dict[str, Any]) -> str:
-    return f"{line['micro_batch_size']} x {line['sequence_length']}"
-
-
-def compare(results: reporting.Results) -> str:
-    """Return a table with a row per preset, without the columns that are empty in all rows.
-
-    vanilla: times as long as vanilla's step, the mean of all its turns.
-    """
-    by_preset: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for line in results["lines"]:
-        by_preset.setdefault(line["preset"], {}).setdefault(line["mode"], []).append(line)
-    modes = list(dict.fromkeys(line["mode"] for line in results["lines"]))
-    vanilla = {mode: times_of(lines) for mode, lines in by_preset.get("vanilla", {}).items()}
-    rows, header = [], ["preset"]
-    for mode in modes:
-        header += [f"us/token {TITLES[mode]}", "/ vanilla", "GiB"]
-    header += ["first step, s", "launches", "GPU ms", "depth kernels ms", "paper / vanilla"]
-    for preset, measured in by_preset.items():
-        row = [preset]
-        for mode in modes:
-            lines = measured.get(mode, [])
-            times, base = times_of(lines), vanilla.get(mode)
-            failed = "error" if any("error" in line for line in lines) else ""
-            row += [f"{statistics.mean(times):.1f}" if times else failed]
-            row += [f"{statistics.mean(times) / statistics.mean(base):.3f}" if times and base else ""]
-            row += [reporting.number(lines[0].get("peak_memory_gib") if lines else None, ".1f")]
-        of_kernels = next((line for lines in measured.values() for line in lines if "launches" in line), {})
-        milliseconds = [1e3 * of_kernels[key] if of_kernels else None for key in ("gpu_seconds", "depth_seconds")]
-        first = next((line.get("first_step_seconds") for lines in measured.values() for line in lines), None)
-        row += [reporting.number(first, ".1f"), reporting.number(of_kernels.get("launches"), ",")]
-        paper = read_paper(results["lines"][0]["size"], preset)
-        rows.append([*row, *(reporting.number(x, ".1f") for x in milliseconds), reporting.number(paper, ".2f")])
+        shape = f"{line['micro_batch_size']} x {line['sequence_length']}"
+        rows.append([line["preset"], line["size"], line["mode"], shape, *values])
+        if reason := line.get("reason"):
+            notes.append(f"{line['preset']} without graphs: {reason}")
+    header = ["preset", "size", "mode", "batch", *(title for title, _ in COLUMNS.values())]
     kept = [i for i in range(len(header)) if any(row[i] for row in rows)]
     header, *rows = ([row[i] for i in kept] for row in (header, *rows))
-    notes = [f"{results['lines'][0]['size']}, {shape_of(results['lines'][0])}"] if results["lines"] else []
-    for mode, times in vanilla.items():
-        if len(times) > 1:
-            notes.append(f"vanilla again, {TITLES[mode]}: {times[-1] / times[0] - 1:+.1%}")
-    reasons = {
-        f"{line['preset']} without graphs: {reason}" for line in results["lines"] if (reason := line.get("reason"))
-    }
-    return reporting.headed(results, reporting.table(header, rows), *notes, *sorted(reasons))
-
-
-def times_of(lines: Sequence[dict[str, Any]]) -> list[float]:
-    return [line["microseconds_per_token"] for line in lines if "microseconds_per_token" in line]
+    return reporting.headed(results, reporting.table(header, rows), *notes)
 
 
 def read_paper(size: str, preset: str) -> float | None:

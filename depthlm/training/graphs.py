@@ -16,11 +16,11 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -50,26 +50,6 @@ class Captured(NamedTuple):
     results: Any
 
 
-class Backend(Protocol):
-    """What captures and replays. Tests on a CPU have another one, which runs the function again."""
-
-    def warm_up(self) -> AbstractContextManager[list[str]]:
-        """Return a context for the passes before a capture. It yields a list, at its end of the lines that wait."""
-        ...
-
-    def capture(self, function: Callable[[], Any]) -> Captured:
-        """Capture a function that reads and writes the same tensors in each call. This computes nothing."""
-        ...
-
-    def reset(self) -> None:
-        """Let later captures take their memory from a new pool, so that the old one is free without its graphs."""
-        ...
-
-    def random_state(self) -> Tensor:
-        """Return the state of the device's generator."""
-        ...
-
-
 class CudaGraphs:
     """Captures on a stream of its own, as PyTorch requires, into one pool of memory."""
 
@@ -79,7 +59,10 @@ class CudaGraphs:
 
     @contextmanager
     def warm_up(self) -> Iterator[list[str]]:
-        """Run on the stream of the capture: autograd adds gradients on the stream of the first backward pass."""
+        """Return a context for the passes before a capture. It yields a list, at its end of the lines that wait.
+
+        They run on the stream of the capture: autograd adds gradients on the stream of the first backward pass.
+        """
         mode = torch.cuda.get_sync_debug_mode()
         self.stream.wait_stream(torch.cuda.current_stream())
         with record_waits() as waits, torch.cuda.stream(self.stream):
@@ -91,6 +74,7 @@ class CudaGraphs:
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def capture(self, function: Callable[[], Any]) -> Captured:
+        """Capture a function that reads and writes the same tensors in each call. This computes nothing."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # other threads, such as the one that pins the memory of batches, may call CUDA meanwhile
         settings: dict[str, Any] = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
@@ -116,9 +100,11 @@ class CudaGraphs:
         return Captured(graph.replay, results)
 
     def reset(self) -> None:
+        """Let later captures take their memory from a new pool, so that the old one is free without its graphs."""
         self.pool = torch.cuda.graph_pool_handle()
 
     def random_state(self) -> Tensor:
+        """Return the state of the device's generator."""
         return torch.cuda.get_rng_state(self.device)
 
 
@@ -168,8 +154,8 @@ class MicroBatchGraphs:
     captured: the number of captures. reason: why one has failed; all later steps run without graphs.
     """
 
-    def __init__(self, engine: Engine, z_loss: float, factor: float, backend: Backend) -> None:
-        """z_loss: its weight. factor: of the loss."""
+    def __init__(self, engine: Engine, z_loss: float, factor: float, backend: Any) -> None:
+        """z_loss: its weight. factor: of the loss. backend: `CudaGraphs`, or what tests on a CPU have in its place."""
         self.engine, self.z_loss, self.factor, self.backend = engine, z_loss, factor, backend
         self.parameters: list[nn.Parameter] = [p for p in engine.model.parameters() if p.requires_grad]
         self.steps, self.captured = 0, 0

@@ -21,8 +21,6 @@ from depthlm.training.step import Step
 
 log = logging.getLogger("depthlm")
 
-MAX_WINDOWS_LOGGED = 8
-
 
 class DivergedError(RuntimeError):
     """Raised when a non-finite loss, gradient or state, or too many bad batches in a row, end the run."""
@@ -149,16 +147,16 @@ class BadBatches:
             )
 
     def record(self, outcome: str, reason: str) -> str:
-        """Append the last batch and all its windows to bad_batches.jsonl, and log it unless it ends the run.
+        """Append the last batch and its windows to bad_batches.jsonl, and log it unless it ends the run.
 
-        Returns the log line, which lists only the first windows.
+        Returns the log line.
         """
         step = self.progress.step
-        windows = self.batches.windows(step - 1)
-        line = f"step {step} {outcome}: {reason}; its batch is {windows_text(windows)} (bad_batches.jsonl)"
+        line = f"step {step} {outcome}: {reason}; its batch is in bad_batches.jsonl"
         if self.is_rank_0:
+            samples = self.batches.windows(step - 1)
             numbers = {"loss": finite(self.loss), "grad_norm": finite(self.engine.grad_norm())}
-            self.rows.write({"step": step, "outcome": outcome, "reason": reason, **numbers, "samples": windows})
+            self.rows.write({"step": step, "outcome": outcome, "reason": reason, **numbers, "samples": samples})
             self.trackers.alert("bad batch", f"{outcome}: {reason}", step)
             if outcome != "ends the run":
                 log.warning("%s", line)
@@ -182,12 +180,3 @@ def spike_text(loss: float, recent_losses: Sequence[float]) -> str:
     mean, deviation = fmean(recent_losses), stdev(recent_losses)
     deviations = (loss - mean) / deviation if deviation else math.inf
     return f"its loss {loss:.2f} is a spike: {deviations:.1f} standard deviations above the mean {mean:.2f}"
-
-
-def windows_text(windows: dict[str, list[int]]) -> str:
-    """Describe the windows of a batch by source; only the first few are listed."""
-    parts = []
-    for name, numbers in windows.items():
-        rest = f" and {len(numbers) - MAX_WINDOWS_LOGGED} more" if len(numbers) > MAX_WINDOWS_LOGGED else ""
-        parts.append(f"windows {', '.join(map(str, numbers[:MAX_WINDOWS_LOGGED]))}{rest} of {name}")
-    return ", ".join(parts)

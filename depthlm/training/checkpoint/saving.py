@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import IO, Any, cast
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from depthlm.config.schema import Training
 from depthlm.distributed.process_group import gather, on_rank_0
@@ -221,22 +222,10 @@ def pin(buffer: Tensor) -> None:
         weakref.finalize(buffer, cuda.cudaHostUnregister, address)
 
 
-def tensors(state: Any) -> Iterator[Tensor]:
-    """Yield every tensor in a nested state."""
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, dict):
-        for value in state.values():
-            yield from tensors(value)
-    elif isinstance(state, (list, tuple)):
-        for value in state:
-            yield from tensors(value)
-
-
 def nbytes(state: Any) -> int:
     """Return the bytes of memory behind all tensors in a nested state; shared storage is counted once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors(state)}
-    return sum(storages.values())
+    storages = [x.untyped_storage() for x in tree_leaves(state) if isinstance(x, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _make_room(run: RunDirectory, staging: Path, needed: int) -> None:
