@@ -35,7 +35,7 @@ def test_a_spike_is_logged_and_kept(small_run, tmp_path, capsys):
     losses = [values[2] for values in curve(tmp_path / "plain")]
     output = capsys.readouterr().out
     assert f"step 9 kept: its loss {row['loss']:.2f} is a spike: " in output
-    assert f"standard deviations above the mean {sum(losses[4:8]) / 4:.2f}; its batch is windows" in output
+    assert f"standard deviations above the mean {sum(losses[4:8]) / 4:.2f}; its batch is in bad_batches.jsonl" in output
     recent = manifest(tmp_path / "run")["recent_losses"]
     assert recent == [row["loss"] for row in read_metrics(tmp_path / "run/metrics.jsonl")][-4:]
 
