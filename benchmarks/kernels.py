@@ -2,7 +2,6 @@
 
     python benchmarks/kernels.py [--size 1.5b 3b] [--length 2048 4096] [--rounds 8]
     python benchmarks/kernels.py --table moda_efficiency     # the settings of MoDA's table, against flash attention
-    python benchmarks/kernels.py --table moda_ablation       # the shape of its ablation, beside its four layouts
 
 In bf16 on a GPU. On a CPU, PyTorch's operators (`cpu.py`) are compared with their definitions (`naive.py`), in fp32 and
 at T 512, because Triton's kernels need a GPU. The results of both are compared before they are timed. The floor is the
@@ -20,10 +19,11 @@ from rich.progress import track
 
 from benchmarks.shared import reporting
 from benchmarks.shared.interleaved import Step, copying, gpu_kernels, measure, measure_lines, ratio, spread
-from benchmarks.shared.operators import CASES, TABLES, Case, Make, Shape, difference, read_table, shape_of, step
+from benchmarks.shared.operators import CASES, Case, Make, Shape, difference, shape_of, step
 from depthlm.machine import environment
 from depthlm.ops.backend import missing
 
+TABLES = reporting.TABLES / "kernels"
 CUDA = torch.cuda.is_available()
 TYPE = torch.bfloat16 if CUDA else torch.float32
 # sequences
@@ -40,37 +40,25 @@ AGAIN = "again"
 
 
 class Job(NamedTuple):
-    """One line of the table.
-
-    paper: the paper's overhead over flash attention, relative to flash attention's time. paper_milliseconds: the
-    paper's times of this shape by layout.
-    """
+    """One line of the table. paper: its overhead over flash attention, relative to flash attention's time."""
 
     operator: str
     setting: str
     shape: Shape
     paper: float | None = None
-    paper_milliseconds: dict[str, float] | None = None
 
 
 def jobs_of_table(name: str, divisor: int) -> list[Job]:
-    """Return the settings of a table. divisor: of the lengths, entries and heads, for a test on a CPU."""
-    jobs = []
-    rows = read_table(name)
-    layouts = {row["layout"]: row["milliseconds"] for row, _ in rows if "layout" in row}
-    # layouts have one shape, which is measured once
-    for row, shape in rows[:1] if layouts else rows:
-        shape = shape._replace(
-            length=max(1, shape.length // divisor),
-            entries=max(1, shape.entries // divisor),
-            h=max(shape.k, shape.h // divisor),
-        )
-        setting = f"T {shape.length}, G {shape.h // shape.k}, {shape.entries} entries"
-        if layouts:
-            jobs.append(Job("merged_attention", setting, shape, paper_milliseconds=layouts))
-        else:
-            added = row["moda_ms"] / row["flash_ms"] - 1
-            jobs.append(Job("merged_attention", f"({row['row']}) {setting}", shape, added))
+    """Return a paper's settings of MoDA. divisor: of the lengths, entries and heads, for a test on a CPU."""
+    jobs, table = [], reporting.read_table(TABLES, name)
+    for values in table["rows"]:
+        row = dict(zip(table["columns"], values, strict=True))
+        length, entries = (max(1, row[key] // divisor) for key in ("length", "entries"))
+        k, e = row["num_kv_heads"], table["head_size"]
+        h = max(k, row["num_heads"] // divisor)
+        shape = Shape(table["batch_size"], length, row["num_heads"] * e, layers=0, h=h, k=k, e=e, entries=entries)
+        setting = f"({row['row']}) T {length}, G {h // k}, {entries} entries"
+        jobs.append(Job("merged_attention", setting, shape, row["moda_ms"] / row["flash_ms"] - 1))
     return jobs
 
 
@@ -131,7 +119,7 @@ def steps_per_turn(turn: Step) -> int:
 
 COLUMNS = ("operator", "setting", "MB", "floor ms", "definition ms", "PyTorch ms", "Triton ms", "of it GPU",
            "times as fast", "PyTorch / floor", "Triton / floor", "PyTorch + flash", "Triton + flash",
-           "paper", "paper ms")  # fmt: skip
+           "paper")  # fmt: skip
 BACKENDS = ("naive", "torch", "triton")
 
 
@@ -157,8 +145,6 @@ def cells(line: dict[str, Any]) -> list[str]:
     shown = {"operator": line["operator"], "setting": line["setting"]}
     if (paper := line["paper_added_to_flash"]) is not None:
         shown["paper"] = f"{paper:+.1%}"
-    if layouts := line.get("paper_milliseconds"):
-        shown["paper ms"] = "; ".join(f"{layout}: {milliseconds:g}" for layout, milliseconds in layouts.items())
     if "bytes" in line:
         shown["MB"] = f"{line['bytes'] / 1e6:,.0f}"
     if "error" in line:
@@ -205,12 +191,7 @@ def main() -> int:
     output = arguments.output or reporting.result_path(arguments.table or "kernels")
     named = (
         (
-            {
-                "operator": job.operator,
-                "setting": job.setting,
-                "paper_added_to_flash": job.paper,
-                "paper_milliseconds": job.paper_milliseconds,
-            },
+            {"operator": job.operator, "setting": job.setting, "paper_added_to_flash": job.paper},
             partial(time_job, job, backends, arguments.rounds),
         )
         for job in track(jobs, "timing", transient=True)

@@ -9,14 +9,13 @@ streams, d hidden size, h query heads, k key/value heads, e head size.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.shared import reporting
 from depthlm.config import compose_anywhere
 from depthlm.model.read_ahead import READS
 from depthlm.ops.attention_residuals.naive import depth_attend
@@ -31,7 +30,6 @@ from depthlm.ops.mhc.naive import mhc_post_pre
 from depthlm.ops.moda.bank import depth_of
 from depthlm.ops.moda.merge import merged_attention
 
-TABLES = reporting.TABLES / "kernels"
 EPS = 1e-6
 # number of streams of hyper-connections and mHC, and Sinkhorn iterations of mHC
 STREAMS, ITERATIONS = 4, 20
@@ -128,23 +126,6 @@ def shape_of(size: str, batch: int, length: int) -> Shape:
     return Shape(batch, length, config.hidden_size, config.num_layers, *heads, entries=config.num_layers // 2 * 2)
 
 
-def read_table(name: str) -> list[tuple[dict[str, Any], Shape]]:
-    """Read a paper's settings of MoDA: each row with its shape."""
-    table = reporting.read_table(TABLES, name)
-    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
-    return [(row, _shape_of_row(row, table["batch_size"], table["head_size"])) for row in rows]
-
-
-def _shape_of_row(row: dict[str, Any], batch: int, e: int) -> Shape:
-    heads = row["num_heads"], row["num_kv_heads"]
-    return Shape(batch, row["length"], row["num_heads"] * e, 0, *heads, e=e, entries=row["entries"])
-
-
-def value_mix_values(n: int, h: int, k: int, e: int) -> int:
-    """Return the values per token: queries and n keys and values three times, the mix and its gradient."""
-    return 3 * (h + 2 * n * k) * e + 2 * k * e
-
-
 def reads_values(s: int, n: int, d: int) -> int:
     """Return the values per token: n sources three times, s reads and their gradients."""
     return 3 * n * d + 2 * s * d
@@ -155,21 +136,13 @@ def streams_values(n: int, d: int) -> int:
     return 5 * (n + 1) * d
 
 
-def depth_part_values(n: int, h: int, k: int, e: int) -> int:
-    """Return the values per token in addition to those of flash attention.
-
-    Queries and n keys and values count three times. Flash attention's context counts once. The merged context counts
-    three times: written, read again, and its gradient.
-    """
-    return 3 * (h + 2 * n * k) * e + 4 * h * e
-
-
 def value_mix(shape: Shape, make: Make) -> Case:
     """The mix of the last layer over the sources at stride L / 2 and the layer itself."""
     h, k = shape.h, shape.k
     n = len(range(0, shape.layers - 1, max(1, shape.layers // 2))) + 1
     (q,), entries = make.heads(shape, h, 1), make.heads(shape, k, 2 * n)
-    values = value_mix_values(n, h, k, shape.e)
+    # queries and n keys and values three times, the mix and its gradient
+    values = (3 * (h + 2 * n * k) + 2 * k) * shape.e
     return Case(lambda: (depth_value_mix(q, entries[:n], entries[n:]),), [q, *entries], values)
 
 
@@ -261,7 +234,9 @@ def moda(shape: Shape, make: Make) -> Case:
     entries = make.heads(shape, k, 2 * n)
     # the entries are copied to the bank only once, which a decoder does when it makes them
     depth = depth_of(list(zip(entries[:n], entries[n:], strict=True)))
-    values = depth_part_values(n, h, k, shape.e)
+    # in addition to flash attention: queries and n keys and values three times, its context once, and the merged
+    # context three times: written, read again, and its gradient
+    values = (3 * (h + 2 * n * k) + 4 * h) * shape.e
     return Case(
         lambda: (merged_attention(q, key, value, depth),),
         [q, key, value, *entries],

@@ -149,15 +149,13 @@ def fast_precision(device: str, width: int) -> str:
 def versions() -> dict[str, str | None]:
     """Return the versions of depthlm and of the packages that it needs; None for one that is not installed."""
     packages = ("torch", "deepspeed", "hydra-core", "omegaconf", "tokenizers", "triton", "wandb", "numpy")
-    return {"depthlm": depthlm.__version__} | {package: installed_version(package) for package in packages}
-
-
-def installed_version(package: str) -> str | None:
-    """Return the installed version of a package; None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    found: dict[str, str | None] = {"depthlm": depthlm.__version__}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
 
 
 def describe(device: str) -> dict[str, Any]:

@@ -211,7 +211,9 @@ class Decoder(nn.Module):
                 if not self.fp32_residual:
                     embedding_btd = embedding_btd.to(compute_dtype(embedding_btd))
                 observer.open(embedding_btd)
-                after = Prefix(0, self.connections[0].open(embedding_btd), self._open_depth())
+                _, attention = self.next_attention(0)
+                depth = [] if attention is None else attention.open_depth()
+                after = Prefix(0, self.connections[0].open(embedding_btd), depth)
             (first, state, depth), routings = after, []
             until = self.loops * self.size.num_layers if until is None else until
             for position in range(first, until):
@@ -250,11 +252,6 @@ class Decoder(nn.Module):
     def ends_of_documents(self, of_text_bt: Tensor) -> Tensor:
         """Return where a token is the last of its document. of_text_bt: where it is end_of_text."""
         return F.pad(of_text_bt[:, 1:], (0, 1)) if self.end_of_text_begins else of_text_bt
-
-    def _open_depth(self) -> DepthKV:
-        """Return the depth list before the first layer."""
-        mixers = (layer.attention for layer in self.layers)
-        return next((mixer.open_depth() for mixer in mixers if isinstance(mixer, SelfAttention)), [])
 
     def mixtures(self) -> list[Mixture]:
         """Return the mixtures of experts, in the order of layers."""

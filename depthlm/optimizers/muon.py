@@ -1,8 +1,8 @@
 """Muon for hidden matrices and AdamW for all other parameters, as one optimizer."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
     matrix of stacked experts is updated as if it were alone.
 
     Momentum and weight decay are computed element by element, so a parameter may be a flat partition of matrices, as
-    in ZeRO. split: what orthogonalizes the matrices of such a partition.
+    in ZeRO. split: what orthogonalizes the matrices of such a partition, of which other ranks may have parts: an
+    `Exchange` of depthlm.training.engine.optimizers.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             if group["kind"] in MATRICES:
                 group |= {"momentum": momentum, "ns_steps": ns_steps}
         super().__init__(groups, {"lr": lr})
-        self.split: Mapping[Tensor, SplitMatrices] = {}
+        self.split: Mapping[Tensor, Any] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -76,14 +77,6 @@ class Orthogonalized(NamedTuple):
     offset: int
     values: Tensor
     shape: Sequence[int]
-
-
-class SplitMatrices(Protocol):
-    """The matrices of a flat partition, of which other ranks may have parts."""
-
-    def orthogonalized(self, update: Tensor, steps: int) -> Iterable[Orthogonalized]:
-        """Return the orthogonalized matrices of a flat update in DTYPE, as far as this rank has them; collective."""
-        ...
 
 
 def orthogonalize(stack_emn: Tensor, steps: int) -> Tensor:

@@ -34,14 +34,10 @@ log = logging.getLogger("depthlm")
 console = stdout_console()
 # the weight of all earlier steps in the exponential means: the loss over about 50 steps, the time over about 10
 LOSS_DECAY, TIME_DECAY = 0.98, 0.9
-# columns of a message: a terminal of 120 without the time
-LOG_WIDTH = 110
 # the colour of losses and of the bar; nothing else has one
 ACCENT = "cyan"
 # the share of an interval above which waiting for data slows a run down
 SLOW_DATA = 0.05
-# which parts of a row a long line keeps, the most important ones first
-ROW_IMPORTANCE = ("step", "loss", "norm", "speed", "left", "data", "rate", "mfu")
 
 
 class LossHighlighter(RegexHighlighter):
@@ -116,52 +112,37 @@ def number_text(value: float | None) -> str:
     return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
 
 
-def step_time_text(seconds: float) -> str:
-    """Format the time of a step: 0.25 as `250 ms/step`, 0.0025 as `2.5 ms/step`."""
-    return f"{1000 * seconds:,.{0 if seconds >= 0.01 else 1}f} ms/step"
-
-
 def validation_lines(losses: ValidationLosses, diagnostics: dict[str, float | None]) -> list[str]:
-    """Format the results of a validation, as many per line as fit: losses with perplexities, and the diagnostics."""
-    parts = [
+    """Format the results of a validation: a line for each set, with the perplexity, and one for the diagnostics."""
+    lines = [
         f"validation/{name} loss {number_text(loss)} (perplexity {number_text(perplexity(loss))})"
         for name, loss in losses.by_set.items()
     ]
-    lines: list[str] = []
-    for part in [*parts, *(f"{name} {number_text(value)}" for name, value in diagnostics.items())]:
-        if lines and len(lines[-1]) + 2 + len(part) <= LOG_WIDTH:
-            lines[-1] += f"  {part}"
-        else:
-            lines.append(part)
-    return lines
+    values = "  ".join(f"{name} {number_text(value)}" for name, value in diagnostics.items())
+    return [*lines, values] if values else lines
 
 
 def row_text(row: dict[str, Any], last: int, steps: int, seconds: float) -> str:
-    """Format a row of metrics as one line of at most LOG_WIDTH columns. last: the run's last step.
+    """Format a row of metrics as one line. last: the run's last step.
 
     steps, seconds: the steps since the previous row, and the time that they took.
     """
     remaining, waiting = (last - row["step"]) * seconds / steps, row["data_seconds"] / seconds
-    parts = {
-        "step": f"step {row['step']}/{last}",
-        "loss": f"mean loss {'none: no update' if row['mean_loss'] is None else number_text(row['mean_loss'])}",
-        "rate": f"lr {row['learning_rate']:.2e}",
-        "norm": "skipped" if row["grad_norm"] is None else f"grad norm {row['grad_norm']:.3g}",
-        "speed": f"{count_text(round(row['tokens_per_second']))} tokens/s",
-    }
+    parts = [
+        f"step {row['step']}/{last}",
+        f"mean loss {'none: no update' if row['mean_loss'] is None else number_text(row['mean_loss'])}",
+        f"lr {row['learning_rate']:.2e}",
+        "skipped" if row["grad_norm"] is None else f"grad norm {row['grad_norm']:.3g}",
+        f"{count_text(round(row['tokens_per_second']))} tokens/s",
+    ]
     if row["mfu"] is not None:
-        parts["mfu"] = f"mfu {row['mfu']:.1%}"
+        parts.append(f"mfu {row['mfu']:.1%}")
     if waiting >= SLOW_DATA:
-        parts["data"] = f"{waiting:.0%} waiting for data"
+        parts.append(f"{waiting:.0%} waiting for data")
     # the first step of a run takes longer than the others
     if remaining and row["step"] > 1:
-        parts["left"] = f"{duration_text(remaining)} left"
-    kept, used = set(), 0
-    for name in ROW_IMPORTANCE:
-        used += len(parts[name]) + 2 if name in parts else 0
-        if used <= LOG_WIDTH + 2:
-            kept.add(name)
-    return "  ".join(text for name, text in parts.items() if name in kept)
+        parts.append(f"{duration_text(remaining)} left")
+    return "  ".join(parts)
 
 
 class SmoothMean:
@@ -240,7 +221,7 @@ class Bar:
         if seconds > 0:
             speed = self.tokens_per_step / seconds
             yield f"{count_text(round(speed))} tokens/s"
-            yield step_time_text(seconds)
+            yield f"{1000 * seconds:,.{0 if seconds >= 0.01 else 1}f} ms/step"
             if (mfu := self.mfu(speed)) is not None:
                 yield f"mfu {mfu:.1%}"
         yield f"{count_text(tokens)} tokens"
