@@ -67,25 +67,20 @@ def summary(arguments: list[str], program: str) -> None:
         choices=("one_phase", "two_phase"),
         help="with --overhead, how to count I/O: each read alone (the default), or as in Attention Residuals, Table 1",
     )
-    parser.add_argument(
-        "--chunk", type=int, help="with --overhead, the tokens of a prefill in chunks per forward pass (default 2048)"
-    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parsed = parser.parse_intermixed_args(arguments)
     if parsed.gpus < 1:
         parser.error(f"--gpus {parsed.gpus}: must be at least 1")
-    if parsed.chunk is not None and parsed.chunk < 1:
-        parser.error(f"--chunk {parsed.chunk}: must be at least 1")
-    if (parsed.io or parsed.chunk) and not parsed.overhead:
-        parser.error("--io and --chunk are options of --overhead")
-    from depthlm.accounting.overhead import PREFILL_CHUNK, print_overhead
+    if parsed.io and not parsed.overhead:
+        parser.error("--io is an option of --overhead")
+    from depthlm.accounting.overhead import print_overhead
     from depthlm.accounting.pipeline import print_pipeline
     from depthlm.accounting.summary import print_summary
     from depthlm.config import compose_anywhere
 
     common = parsed.overrides, parsed.config_dir, parsed.json
     if parsed.overhead:
-        print_overhead(*common, two_phase=parsed.io == "two_phase", chunk=parsed.chunk or PREFILL_CHUNK)
+        print_overhead(*common, two_phase=parsed.io == "two_phase")
     elif parsed.pipeline:
         print_pipeline(parsed.pipeline, *common)
     else:

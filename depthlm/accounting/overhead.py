@@ -48,25 +48,20 @@ class Overhead:
 
 
 def print_overhead(
-    overrides: Sequence[str],
-    config_dir: str | Path | None,
-    as_json: bool,
-    two_phase: bool = False,
-    chunk: int = PREFILL_CHUNK,
+    overrides: Sequence[str], config_dir: str | Path | None, as_json: bool, two_phase: bool = False
 ) -> None:
     """Print the overhead of every mechanism of conf/model (Depth-Attention, Table 2), as a table or as JSON.
 
     overrides: see `decoders`. two_phase: print `two_phase_io` in place of the bytes, and also of vanilla.
-    chunk: tokens per forward pass of a prefill in chunks.
     """
     costs, size = {}, ""
     for name, model in decoders(overrides, config_dir):
         if name != "vanilla" or two_phase:
-            costs[name], size = asdict(overhead(model, chunk)), model.size.name
+            costs[name], size = asdict(overhead(model)), model.size.name
     if as_json:
         print(json.dumps(costs, indent=1))
         return
-    rows = {name: overhead_texts(cost, two_phase, chunk) for name, cost in costs.items()}
+    rows = {name: overhead_texts(cost, two_phase) for name, cost in costs.items()}
     print_table(f"Overhead over vanilla, size {size}\n", rows)
 
 
@@ -86,8 +81,8 @@ def decoders(overrides: Sequence[str], config_dir: str | Path | None) -> Iterato
         yield name, build_model(compose_anywhere([*overrides, f"model={name}"], config_dir), "meta")
 
 
-def overhead(model: Decoder, chunk: int = PREFILL_CHUNK) -> Overhead:
-    """Return the overhead of a decoder; works on the meta device. chunk: of a prefill in chunks, in tokens."""
+def overhead(model: Decoder) -> Overhead:
+    """Return the overhead of a decoder; works on the meta device."""
     with torch.device("meta"):
         vanilla = Decoder(model.size, model.backbone, Residual, SelfAttention, model.loops)
     attentions = [layer.attention for layer in model.layers]
@@ -111,7 +106,7 @@ def overhead(model: Decoder, chunk: int = PREFILL_CHUNK) -> Overhead:
         io_bytes_per_token=round(BYTES_PER_VALUE * values),
         two_phase_io=two_phase / (model.size.hidden_size * len(reads)),
         prefill_bytes=round(PREFILL_TOKENS * retained_bytes),
-        prefill_chunk_bytes=round(min(chunk, PREFILL_TOKENS) * retained_bytes),
+        prefill_chunk_bytes=round(PREFILL_CHUNK * retained_bytes),
         cache_bytes_per_token=cache_bytes_per_token(model) - cache_bytes_per_token(vanilla),
     )
 
@@ -133,8 +128,8 @@ def retained_states(model: Decoder) -> float:
     return largest - 1
 
 
-def overhead_texts(cost: dict[str, float], two_phase: bool = False, chunk: int = PREFILL_CHUNK) -> dict[str, str]:
-    """Return the columns of an overhead as text. two_phase, chunk: as in `print_overhead`."""
+def overhead_texts(cost: dict[str, float], two_phase: bool = False) -> dict[str, str]:
+    """Return the columns of an overhead as text. two_phase: as in `print_overhead`."""
     io = {"I/O/token": size_text(cost["io_bytes_per_token"])}
     if two_phase:
         io = {"I/O/sublayer": f"{cost['two_phase_io']:.1f} D"}
@@ -143,7 +138,7 @@ def overhead_texts(cost: dict[str, float], two_phase: bool = False, chunk: int =
         "FLOPs/token": f"{cost['flops_per_token']:.2e}",
         **io,
         "128K prefill": f"{cost['prefill_bytes'] / 2**30:.1f} GiB",
-        f"in chunks of {chunk:,}": f"{cost['prefill_chunk_bytes'] / 2**20:,.0f} MiB",
+        f"in chunks of {PREFILL_CHUNK:,}": f"{cost['prefill_chunk_bytes'] / 2**20:,.0f} MiB",
         "KV cache/token": size_text(cost["cache_bytes_per_token"]) if cost["cache_bytes_per_token"] else "0",
     }
 

@@ -67,11 +67,10 @@ def test_memory_of_a_prefill_in_chunks_of_attention_residuals(meta):
     """
     # D is not in the paper: 8 blocks of 128K tokens in 16 bits are 15 GB at 7168
     model = meta("model=attention_residuals", "size=micro", "size.num_layers=8", "size.hidden_size=7168")
-    costs = overhead(model, chunk=16 * 1024)
+    costs = overhead(model)
     assert costs.prefill_bytes == 8 * 128 * 1024 * 7168 * 2
     assert costs.prefill_bytes / 1e9 == pytest.approx(15, abs=0.05)
-    assert costs.prefill_chunk_bytes / 1e9 == pytest.approx(1.9, abs=0.05)
-    assert overhead(model, chunk=2**20).prefill_chunk_bytes == costs.prefill_bytes
+    assert 16 * 1024 / PREFILL_CHUNK * costs.prefill_chunk_bytes / 1e9 == pytest.approx(1.9, abs=0.05)
 
 
 # Attention Residuals (arXiv 2603.15031), Table 1, in hidden states of d values: its L = 128 layers are our sublayers,
@@ -203,8 +202,8 @@ def test_the_page_on_costs_has_the_rows_of_the_overhead_table(monkeypatch, capsy
     for name in PRINTED[1:]:
         assert f"| `{name}` | {' | '.join(rows[name])} |" in page
     assert not [name for name in mechanisms() if name != "vanilla" and f"| `{name}` | " not in page]
-    rows = table_of(monkeypatch, capsys, "size.num_layers=64", "--io", "two_phase", "--chunk", "16384")
-    assert rows["mechanism"][2:5] == ["I/O/sublayer", "128K prefill", "in chunks of 16,384"]
+    rows = table_of(monkeypatch, capsys, "size.num_layers=64", "--io", "two_phase")
+    assert rows["mechanism"][2:5] == ["I/O/sublayer", "128K prefill", "in chunks of 2,048"]
     assert [rows[name][2] for name in PRINTED[:2]] == ["3.0 D", "5.5 D"]
     assert all(f"| `{name}` | {rows[name][2]} |" in page for name in PRINTED)
     monkeypatch.setattr(sys, "argv", [*sys.argv[:3], "size=micro", "--json"])
