@@ -73,8 +73,7 @@ def summary(arguments: list[str], program: str) -> None:
         parser.error(f"--gpus {parsed.gpus}: must be at least 1")
     if parsed.io and not parsed.overhead:
         parser.error("--io is an option of --overhead")
-    from depthlm.accounting.overhead import print_overhead
-    from depthlm.accounting.pipeline import print_pipeline
+    from depthlm.accounting.overhead import print_overhead, print_pipeline
     from depthlm.accounting.summary import print_summary
     from depthlm.config import compose_anywhere
 

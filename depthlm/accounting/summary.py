@@ -1,7 +1,7 @@
 """The command `python -m depthlm summary`: the cost of a configuration.
 
-The decoders are on the device `meta`, so nothing is allocated. What every mechanism adds to vanilla is in `overhead`,
-and what it sends in a pipeline in `pipeline`.
+The decoders are on the device `meta`, so nothing is allocated. What every mechanism adds to vanilla, or sends in a
+pipeline, is in `overhead`.
 """
 
 import json

@@ -9,7 +9,7 @@ import pytest
 
 import depthlm
 from depthlm.__main__ import main
-from depthlm.accounting.pipeline import Schedule, Sent, read_schedule, transitions
+from depthlm.accounting.overhead import Schedule, Sent, read_schedule, transitions
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
 from depthlm.model import Decoder

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from depthlm.accounting.pipeline import Schedule, transitions
+from depthlm.accounting.overhead import Schedule, transitions
 from depthlm.locations import CONF
 from depthlm.model import Decoder
 from depthlm.training.pipeline.chunks import (

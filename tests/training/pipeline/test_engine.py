@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import depthlm
-from depthlm.accounting.pipeline import Schedule, transitions
+from depthlm.accounting.overhead import Schedule, transitions
 
 from ...forks import Forks
 from ...model.conftest import PRESETS
