@@ -44,7 +44,7 @@ class Specialization:
         self.kernel = name if module.startswith("depthlm.") else f"{module}.{name}"
 
     def inspect(self) -> dict[str, Any]:
-        """Compile this version; return its use of registers, stack and memory, and its instructions."""
+        """Compile this version; return its use of registers and stack, and the widths of its loads."""
         compiled = _compile(self.function, *self.compile_arguments)
         # otherwise a later launch would find the compiled kernel and not be recorded
         self.function.device_caches.clear()
@@ -56,22 +56,16 @@ class Specialization:
             )
         registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[0]) for name in ("REG", "STACK"))
         instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", code, re.M)
-        counts = Counter(name.partition(".")[0] for name in instructions)
         warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
         registers_of_block = -(-registers * 32 // 256) * 256 * warps
         return {
             "warps": warps,
             "registers": registers,
             "stack": stack,
-            "spill_stores": counts["STL"],
-            "spill_loads": counts["LDL"],
-            "shared_memory": shared,
             "blocks_per_sm": min(
                 REGISTERS // registers_of_block, WARPS // warps, BLOCKS, SHARED // (shared + RESERVED)
             ),
             "load_bits": _widths(instructions, "LDG", "LDGSTS"),
-            "store_bits": _widths(instructions, "STG"),
-            "instructions": len(instructions),
         }
 
 

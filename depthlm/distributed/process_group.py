@@ -132,15 +132,6 @@ def gather(value: T) -> list[T]:
     return values
 
 
-def smallest(value: int, device: torch.device) -> int:
-    """Return the smallest value of all ranks."""
-    if torch.distributed.get_world_size() == 1:
-        return value
-    values = torch.tensor(value, dtype=torch.int64, device=device)
-    torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MIN)
-    return int(values)
-
-
 def on_rank_0(action: Callable[[], T]) -> T:
     """Run an action on rank 0 only, and return its result on every rank.
 

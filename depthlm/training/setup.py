@@ -27,7 +27,7 @@ from depthlm.config.keys import flatten
 from depthlm.data import Batches, Corpus, check_prepared, open_corpus, prepare
 from depthlm.distributed import launchers
 from depthlm.distributed.launchers import Ranks
-from depthlm.distributed.process_group import gather, leave_distributed, on_rank_0, smallest, start_distributed
+from depthlm.distributed.process_group import gather, leave_distributed, on_rank_0, start_distributed
 from depthlm.distributed.signals import end_on_signal
 from depthlm.distributed.watchdog import Activity, watch_ranks
 from depthlm.errors import UserError
@@ -148,7 +148,7 @@ def prepare_run(config: Config, ranks: Ranks, device: torch.device, activity: Ac
 
     Raises UserError if the run cannot start.
     """
-    available = smallest(available_memory(device, ranks.local_world_size), device)
+    available = min(gather(available_memory(device, ranks.local_world_size)))
     memory = on_rank_0(lambda: check_memory(config, ranks, device, available))
     on_rank_0(lambda: check_prepared(config.data, partial(prepare_command, config)))
     activity.mark("preparing the data", 0, limited=False)

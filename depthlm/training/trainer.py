@@ -258,7 +258,7 @@ class Trainer:
             "loss_scale": step.loss_scale,
             **(self.routing.metrics() if self.routing is not None else {}),
         }
-        bar.row(row)
+        bar.memory = row["peak_memory_gib"]
         log.info("%s", row_text(row, self.plan.max_steps, steps, seconds))
         self.metrics.write(row)
         if self.routing is not None:

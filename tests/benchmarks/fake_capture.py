@@ -26,7 +26,7 @@ def launched(counter: Any) -> list[Counter[str]]:
 
 def main() -> None:
     prepare()
-    from benchmarks.fake_gpu.step import passes_of, waits_of_step
+    from .fake_passes import passes_of, waits_of_step
 
     results = {}
     for number, preset in enumerate(sys.argv[1:]):

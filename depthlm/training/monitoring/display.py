@@ -191,6 +191,7 @@ class Bar:
         self.task = self.progress.add_task("train", total=last, completed=completed, numbers="")
         self.loss, self.seconds = SmoothMean(LOSS_DECAY), SmoothMean(TIME_DECAY)
         self.tokens_per_step, self.mfu = tokens_per_step, mfu
+        # the peak in GiB, of the GPU's allocator or of this process on a CPU
         self.memory: float | None = None
 
     def __enter__(self) -> "Bar":
@@ -208,10 +209,6 @@ class Bar:
             self.loss.add(loss)
         self.seconds.add(seconds)
         self.progress.update(self.task, completed=step, numbers="  ".join(self._numbers(tokens)))
-
-    def row(self, row: dict[str, Any]) -> None:
-        """Show the memory of a row of metrics: the peak of the GPU's allocator, or of this process on a CPU."""
-        self.memory = row["peak_memory_gib"]
 
     def _numbers(self, tokens: int) -> Iterator[str]:
         """Yield the numbers of the last step, those that matter most first."""
