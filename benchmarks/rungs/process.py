@@ -54,11 +54,11 @@ RUNGS = tuple(Rung(**rung) for rung in yaml.safe_load((BENCHMARKS / "rungs" / "r
 
 @dataclass(frozen=True)
 class Running:
-    """A rung that runs. limit: its seconds. scratch: a folder for its large files."""
+    """A rung that runs. arguments: of its script. limit: its seconds. scratch: a folder for its large files."""
 
     rung: Rung
     folder: Path
-    command: list[str]
+    arguments: list[str]
     process: subprocess.Popen[bytes]
     scratch: Path
     limit: float
@@ -99,8 +99,9 @@ def start(rung: Rung, folder: Path, rehearse: bool, seconds: float) -> Running:
     result.unlink(missing_ok=True)
     (REPOSITORY / "outputs").mkdir(exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="gpu-", dir=REPOSITORY / "outputs"))
-    arguments = [word.format(scratch=scratch) for word in (rung.rehearsal if rehearse else rung.arguments).split()]
-    command = [sys.executable, str(BENCHMARKS / rung.script), *arguments, "--output", str(result)]
+    arguments = (rung.rehearsal if rehearse else rung.arguments).split()
+    words = [word.format(scratch=scratch) for word in arguments]
+    command = [sys.executable, str(BENCHMARKS / rung.script), *words, "--output", str(result)]
     with log.open("w") as stream:
         process = subprocess.Popen(
             command,
@@ -111,7 +112,7 @@ def start(rung: Rung, folder: Path, rehearse: bool, seconds: float) -> Running:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return Running(rung, folder, command, process, scratch, seconds, time.monotonic())
+    return Running(rung, folder, arguments, process, scratch, seconds, time.monotonic())
 
 
 def finish(running: Running, status: str) -> None:
@@ -119,7 +120,9 @@ def finish(running: Running, status: str) -> None:
     seconds = round(time.monotonic() - running.started, 1)
     end(running.process)
     shutil.rmtree(running.scratch, ignore_errors=True)
-    name, record = running.rung.name, {"status": status, "seconds": seconds, "command": strip_paths(running)}
+    # without the paths of this machine
+    command, name = [running.rung.script, *running.arguments], running.rung.name
+    record: dict[str, Any] = {"status": status, "seconds": seconds, "command": command}
     log = running.folder / f"{name}.log"
     lines = log.read_text(errors="replace").splitlines()
     if status != "passed":
@@ -128,12 +131,6 @@ def finish(running: Running, status: str) -> None:
     print(f"    {name}: {status} in {seconds:.0f} s", flush=True)
     if status not in ("passed", "interrupted"):
         print(f"    {lines[-1] if lines else 'it printed nothing'}\n    its output: {log}")
-
-
-def strip_paths(running: Running) -> list[str]:
-    """Return the script and its arguments without the paths of this machine."""
-    rung, words = running.rung, running.command[2:-2]
-    return [rung.script, *(word.replace(str(running.scratch), "{scratch}") for word in words)]
 
 
 def write_record(folder: Path, name: str, record: dict[str, Any]) -> None:

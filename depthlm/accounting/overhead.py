@@ -185,17 +185,6 @@ def size_text(count: float) -> str:
     return f"{math.floor(count / 2**20 * 100 + 0.5) / 100:.2f} MiB"
 
 
-class Schedule(NamedTuple):
-    """An interleaved schedule: P stages, each with V chunks of layers."""
-
-    stages: int
-    virtual: int
-
-    @property
-    def chunks(self) -> int:
-        return self.stages * self.virtual
-
-
 class Sent(NamedTuple):
     """The bytes per token across each of the C - 1 transitions, in 16 bits."""
 
@@ -211,15 +200,15 @@ def print_pipeline(
     words: P=<stages> and V=<chunks per stage>. overrides: see `decoders`. Raises UserError for other words, and if
     there are fewer layers than chunks.
     """
-    schedule, sent = read_schedule(words), {}
+    (stages, chunks), sent = read_schedule(words), {}
     for name, model in decoders(overrides, config_dir):
-        sent[name], size = transitions(model, schedule), model.size.name
+        sent[name], size = transitions(model, stages, chunks), model.size.name
     if as_json:
         print(json.dumps({name: bytes_._asdict() for name, bytes_ in sent.items()}, indent=1))
         return
     title = (
-        f"Bytes per token across the {schedule.chunks - 1} transitions of a pipeline, forward\n"
-        f"size {size}, {schedule.stages} stages with {format_count(schedule.virtual, 'chunk')} of layers each\n"
+        f"Bytes per token across the {stages * chunks - 1} transitions of a pipeline, forward\n"
+        f"size {size}, {stages} stages with {format_count(chunks, 'chunk')} of layers each\n"
     )
     rows = {
         name: {
@@ -233,39 +222,39 @@ def print_pipeline(
     print_table(title, rows)
 
 
-def read_schedule(words: Sequence[str]) -> Schedule:
-    """Return the schedule of the words P=8 and V=4, in any order. Raises UserError."""
+def read_schedule(words: Sequence[str]) -> tuple[int, int]:
+    """Return the stages and the chunks per stage of the words P=8 and V=4, in any order. Raises UserError."""
     numbers = {match[1]: int(match[2]) for word in words if (match := re.fullmatch(r"([PV])=(\d+)", word))}
     if sorted(numbers) != ["P", "V"] or numbers["P"] < 2 or numbers["V"] < 1:
         raise UserError(
             f"--pipeline {' '.join(words)}: must be P=<stages> V=<chunks of layers per stage>, with at least 2 stages "
             "and 1 chunk; for example --pipeline P=8 V=4"
         )
-    return Schedule(numbers["P"], numbers["V"])
+    return numbers["P"], numbers["V"]
 
 
 @torch.no_grad()
-def transitions(model: Decoder, schedule: Schedule) -> Sent:
+def transitions(model: Decoder, stages: int, chunks_per_stage: int) -> Sent:
     """Return what a decoder sends; one token passes through it, also on the device `meta`. Raises UserError: see above.
 
     If the number of chunks does not divide that of the layers, some chunks have one layer more than others.
     """
-    depth, chunks = model.loops * model.size.num_layers, schedule.chunks
+    depth, chunks = model.loops * model.size.num_layers, stages * chunks_per_stage
     if depth < chunks:
         raise UserError(
-            f"--pipeline P={schedule.stages} V={schedule.virtual}: {chunks} chunks need as many layers, and size "
+            f"--pipeline P={stages} V={chunks_per_stage}: {chunks} chunks need as many layers, and size "
             f"{model.size.name} has {depth}; allowed: P times V up to {depth}"
         )
     token_bt = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
     prefix, naive, cached = None, [], []
     # keeps all tensors, so that their ids differ
     needed: list[list[Tensor]] = []
-    kept: list[set[int]] = [set() for _ in range(schedule.stages)]
+    kept: list[set[int]] = [set() for _ in range(stages)]
     for chunk in range(chunks):
         prefix, _ = model.run(token_bt, prefix, until=chunk * depth // chunks)
         needed.append(model.needed(prefix))
         sizes = {id(x): BYTES_PER_VALUE * x.numel() for x in needed[-1]}
-        held = kept[chunk % schedule.stages]
+        held = kept[chunk % stages]
         # the first chunk computes what it needs
         if chunk:
             naive.append(sum(sizes.values()))

@@ -9,7 +9,7 @@ import pytest
 
 import depthlm
 from depthlm.__main__ import main
-from depthlm.accounting.overhead import Schedule, Sent, read_schedule, transitions
+from depthlm.accounting.overhead import Sent, read_schedule, transitions
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
 from depthlm.model import Decoder
@@ -28,7 +28,7 @@ def built(*overrides: str) -> Decoder:
 
 
 def sent(*overrides: str, stages: int = 4, virtual: int = 2) -> Sent:
-    return transitions(built(*overrides), Schedule(stages, virtual))
+    return transitions(built(*overrides), stages, virtual)
 
 
 def values(*overrides: str, **schedule: int) -> tuple[list[float], list[float]]:
@@ -91,13 +91,13 @@ def test_layers_without_keys_and_values_pass_the_depth_list_on():
     model = depthlm.build_model(configuration("model=value_residual", *overrides), "meta")
     plain = depthlm.build_model(configuration("model=vanilla", *overrides), "meta")
     # layers 3 and 7 have attention; layer 3 has the values that layer 7 mixes
-    extra = [a - b for a, b in zip(*(transitions(x, Schedule(4, 2)).naive for x in (model, plain)), strict=True)]
+    extra = [a - b for a, b in zip(*(transitions(x, 4, 2).naive for x in (model, plain)), strict=True)]
     width = 2 * model.size.num_heads * model.size.head_size
     assert extra == [0, 0, 0, width, width, width, width]
 
 
 def test_invalid_schedules_are_refused():
-    assert read_schedule(["V=4", "P=8"]) == Schedule(8, 4)
+    assert read_schedule(["V=4", "P=8"]) == (8, 4)
     for words in (["P=8", "P=4"], ["8", "4"], ["P=1", "V=4"], ["P=2", "V=0"], ["P=2", "V=x"]):
         with pytest.raises(UserError, match="must be P=<stages>"):
             read_schedule(words)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from depthlm.accounting.overhead import Schedule, transitions
+from depthlm.accounting.overhead import transitions
 from depthlm.locations import CONF
 from depthlm.model import Decoder
 from depthlm.training.pipeline.chunks import (
@@ -46,13 +46,15 @@ def loss_in_chunks(model: Decoder, tokens: Tensor, targets: Tensor, count: int) 
         cuts.append(describe_cut(model, prefix, {id(x): key for key, x in known.items()}, chunk.number - 1))
         known = tensors_at(model, cuts[-1], prefix)
         prefix, _ = model.run(tokens, resume(model, cuts[-1], chunk.start, known), chunk.end)
-    for schedule in (Schedule(2, count // 2), Schedule(count, 1)):
+    for stages, virtual in ((2, count // 2), (count, 1)):
         route = [
-            [sum(slot.shape.numel() for slot in sent) for sent in plan_route(cuts, schedule.stages, caching).sent[1:]]
+            [sum(slot.shape.numel() for slot in sent) for sent in plan_route(cuts, stages, caching).sent[1:]]
             for caching in (False, True)
         ]
         # bytes of 16 bits per token
-        assert [[2 * values / tokens.numel() for values in each] for each in route] == [*transitions(model, schedule)]
+        assert [[2 * values / tokens.numel() for values in each] for each in route] == [
+            *transitions(model, stages, virtual)
+        ]
     assert all(slots_of(cut) for cut in cuts)
     return model.loss(model.close(prefix), targets).nll
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import depthlm
-from depthlm.accounting.overhead import Schedule, transitions
+from depthlm.accounting.overhead import transitions
 
 from ...forks import Forks
 from ...model.conftest import PRESETS
@@ -45,7 +45,7 @@ def compare(overrides: list[str], ranks: list[Updates], dtype: torch.dtype) -> N
 
 def counted(overrides: list[str], stages: int, chunks: int, caching: bool = True) -> list[float]:
     """Return the values per token that `summary --pipeline` counts across each transition."""
-    sent = transitions(depthlm.build_model(configuration(*SHAPE, *overrides)), Schedule(stages, chunks))
+    sent = transitions(depthlm.build_model(configuration(*SHAPE, *overrides)), stages, chunks)
     return [x / 2 for x in (sent.cached if caching else sent.naive)]
 
 
