@@ -19,7 +19,7 @@ from benchmarks import mechanisms
 from benchmarks.shared import reporting
 from benchmarks.shared.decoders import training_of
 from benchmarks.shared.interleaved import gpu_bytes, gpu_kernels, measure, measure_lines, peak_gib_above
-from depthlm.accounting import flops_per_token
+from depthlm.accounting.cost import flops_per_token
 from depthlm.accounting.memory import MemoryEstimator
 from depthlm.config import Config
 from depthlm.distributed.launchers import ranks

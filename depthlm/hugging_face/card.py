@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from depthlm.accounting import count_parameters
+from depthlm.accounting.cost import count_parameters
 from depthlm.config import Config
 from depthlm.config.hydra_context import comment, mechanism_option
 from depthlm.config.protocol import protocol_texts

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from depthlm.accounting import count_parameters, flops_per_token
-from depthlm.accounting.cost import cache_bytes_per_token
+from depthlm.accounting.cost import cache_bytes_per_token, count_parameters, flops_per_token
 from depthlm.accounting.memory import Memory
 from depthlm.build import build_model, draw_weights
 from depthlm.config import Config, prepare_command

@@ -11,7 +11,7 @@ import pytest
 
 import depthlm
 from depthlm.__main__ import main
-from depthlm.accounting import count_parameters, flops_per_token
+from depthlm.accounting.cost import count_parameters, flops_per_token
 from depthlm.accounting.overhead import PREFILL_CHUNK, Overhead, overhead
 from depthlm.config import mechanisms
 from depthlm.locations import REPOSITORY

@@ -9,8 +9,7 @@ import torch
 
 import depthlm
 from depthlm.__main__ import main
-from depthlm.accounting import count_parameters
-from depthlm.accounting.cost import MEASURED_MFU, flops_per_token
+from depthlm.accounting.cost import MEASURED_MFU, count_parameters, flops_per_token
 from depthlm.accounting.memory import MemoryEstimator
 from depthlm.accounting.summary import print_summary, summarize
 from depthlm.config import compose_anywhere

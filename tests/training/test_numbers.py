@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import depthlm
-from depthlm.accounting import MemoryEstimator
+from depthlm.accounting.memory import MemoryEstimator
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.training.engine import build_engine

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from depthlm.accounting import count_parameters
-from depthlm.accounting.cost import long_run_remark
+from depthlm.accounting.cost import count_parameters, long_run_remark
 from depthlm.accounting.memory import Memory
 from depthlm.config import Config
 from depthlm.config.protocol import MASKS
