@@ -40,7 +40,7 @@ from depthlm.ops.backend import missing
 from depthlm.training.checkpoint.init_from import import_weights
 from depthlm.training.engine import Engine, build_engine, draw_shards, draw_spread, forget_group, undo_sharding
 from depthlm.training.memory_check import check_memory
-from depthlm.training.monitoring.describe import derive_values
+from depthlm.training.monitoring.describe import Cost, derive_values
 from depthlm.training.monitoring.display import show_table, start_logging
 from depthlm.training.plan import Plan, make_plan
 
@@ -65,15 +65,6 @@ class Setup:
     plan: Plan
     corpus: Corpus
     batches: Batches
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The number of parameters, the FLOPs of a training step per token, and the bytes of the KV cache per token."""
-
-    parameters: int
-    flops_per_token: float
-    cache_bytes_per_token: int
 
 
 def start_process(config: Config) -> Ranks:

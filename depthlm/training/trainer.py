@@ -22,7 +22,7 @@ from depthlm.runs.trackers import Trackers, start_trackers
 from depthlm.training.checkpoint.saving import Saver
 from depthlm.training.engine import Engine
 from depthlm.training.graphs import make_graphs
-from depthlm.training.monitoring.describe import show_next_commands, summary_of, write_results
+from depthlm.training.monitoring.describe import Cost, show_next_commands, summary_of, write_results
 from depthlm.training.monitoring.display import Bar, row_text, validation_lines
 from depthlm.training.monitoring.metrics import (
     FIRST_PROFILED,
@@ -36,7 +36,7 @@ from depthlm.training.monitoring.metrics import (
 )
 from depthlm.training.nonfinite import BadBatches, DivergedError, spike_limit
 from depthlm.training.plan import Due, is_multiple, learning_rate
-from depthlm.training.setup import Cost, Setup
+from depthlm.training.setup import Setup
 from depthlm.training.step import Step, dropout_seeds, train_step
 from depthlm.training.validation import ValidationStopped, log_sample, mechanism_diagnostics, validate
 
@@ -360,9 +360,7 @@ class Trainer:
                 losses,
                 corpus.validation_texts(self.config.training.validation_tokens),
                 last,
-                parameters=self.cost.parameters,
-                flops_per_token=self.cost.flops_per_token,
-                cache_bytes_per_token=self.cost.cache_bytes_per_token,
+                self.cost,
                 unigram_entropy=corpus.unigram_entropy,
                 mfu=self.mfu(progress.tokens_per_second),
                 peak_memory_gib=peak_memory_gib(self.device),

@@ -4,6 +4,7 @@ import json
 import logging
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,15 @@ from depthlm.training.plan import Plan
 log = logging.getLogger("depthlm")
 # the parameters from which a model needs more text than the standard library has
 LARGE = 100_000_000
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The number of parameters, the FLOPs of a training step per token, and the bytes of the KV cache per token."""
+
+    parameters: int
+    flops_per_token: float
+    cache_bytes_per_token: int
 
 
 def derive_values(
@@ -104,23 +114,16 @@ def summary_of(
     losses: ValidationLosses,
     texts: Mapping[str, str],
     last: Mapping[str, Any],
-    *,
-    parameters: int,
-    flops_per_token: float,
-    cache_bytes_per_token: int,
-    unigram_entropy: float | None,
-    mfu: float | None,
-    peak_memory_gib: float,
+    cost: Cost,
+    **measured: float | None,
 ) -> dict[str, Any]:
     """Return the content of summary.json.
 
     losses: of the last validation. texts: what it was measured on, by set. last: the last row of metrics.jsonl.
-    flops_per_token: of a training step.
-    cache_bytes_per_token: of the KV cache in 16 bits.
-    unigram_entropy: of the corpus, in nats per token. mfu: that of the whole run.
+    measured: unigram_entropy, of the corpus, in nats per token; mfu, that of the whole run; peak_memory_gib.
     """
     return {
-        "parameters": parameters,
+        "parameters": cost.parameters,
         "steps": progress.step,
         "tokens": progress.tokens,
         "training_loss": last.get("loss"),
@@ -128,14 +131,12 @@ def summary_of(
         "validation_perplexity": perplexity(losses.mean),
         **losses.row(),
         **{text_key(name): text for name, text in texts.items()},
-        "unigram_entropy": unigram_entropy,
-        "forward_flops_per_token": flops_per_token / 3,
-        "training_flops": flops_per_token * progress.tokens,
-        "cache_bytes_per_token": cache_bytes_per_token,
+        **measured,
+        "forward_flops_per_token": cost.flops_per_token / 3,
+        "training_flops": cost.flops_per_token * progress.tokens,
+        "cache_bytes_per_token": cost.cache_bytes_per_token,
         "tokens_per_second": progress.tokens_per_second,
-        "mfu": mfu,
         "wall_seconds": progress.wall_seconds,
-        "peak_memory_gib": peak_memory_gib,
         "skipped": progress.skipped,
         "spikes": progress.spikes,
     }
