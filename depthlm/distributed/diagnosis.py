@@ -7,9 +7,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Self
 
 from torch.distributed import DistError
 
@@ -22,8 +23,21 @@ log = logging.getLogger("depthlm")
 LOG_SECONDS = 5.0
 
 
+class Packed:
+    """A record that is text in the store."""
+
+    def packed(self) -> str:
+        """Return this as text for the store."""
+        return json.dumps(vars(self))
+
+    @classmethod
+    def unpacked(cls, text: str | bytes) -> Self:
+        """Return the record from its text."""
+        return cls(**json.loads(text))
+
+
 @dataclass(frozen=True)
-class Heartbeat:
+class Heartbeat(Packed):
     """A heartbeat of a rank.
 
     count: increases with every heartbeat; step, turn, phase: the main thread's last mark, turn being the number of
@@ -42,41 +56,22 @@ class Heartbeat:
     informed: bool = False
     finished: bool = False
 
-    def packed(self) -> str:
-        """Return this as text for the store."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def unpacked(text: str | bytes) -> "Heartbeat":
-        """Return the heartbeat from its text."""
-        return Heartbeat(**json.loads(text))
-
     def place(self) -> str:
         """Describe the last mark."""
         return f"step {self.step}, {self.phase}"
 
 
 @dataclass(frozen=True)
-class FailureReport:
+class FailureReport(Packed):
     """Why all ranks end: the ranks to blame, the message, and the exit code.
 
     raised: the cause is an exception, which the other ranks may raise by themselves within moments.
     """
 
-    ranks: tuple[int, ...]
+    ranks: list[int]
     text: str
     code: int = 1
     raised: bool = False
-
-    def packed(self) -> str:
-        """Return this as text for the store."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def unpacked(text: str | bytes) -> "FailureReport":
-        """Return the report from its text."""
-        fields = json.loads(text)
-        return FailureReport(**fields | {"ranks": tuple(fields["ranks"])})
 
 
 class AwakeClock:
@@ -112,7 +107,7 @@ class Listener:
         place = self.last[blamed[0]].place()
         verb = "has" if len(blamed) == 1 else "have"
         silence = f"{verb} sent no heartbeat for {limit:g} s, the last one in {place}"
-        return FailureReport(tuple(blamed), f"{name_ranks(blamed, self.names)} {silence}")
+        return FailureReport(blamed, f"{name_ranks(blamed, self.names)} {silence}")
 
 
 def report_stalled(heartbeats: Mapping[int, Heartbeat], names: Mapping[int, str], limit: float) -> FailureReport | None:
@@ -131,14 +126,14 @@ def report_stalled(heartbeats: Mapping[int, Heartbeat], names: Mapping[int, str]
         verb = "has" if len(blamed) == 1 else "have"
         place = f"{heartbeat.place()}{_location(heartbeat)}"
         text = f"{name_ranks(blamed, names)} {verb} made {pause}, in {place}; the others wait"
-        return FailureReport(tuple(blamed), text)
+        return FailureReport(blamed, text)
     lines: dict[str, list[int]] = {}
     for rank, other in active.items():
         lines.setdefault(other.line, []).append(rank)
     fewest_first = sorted(lines.items(), key=lambda item: len(item[1]))
     locations = "; ".join(f"{name_ranks(ranks, names)} at {line or 'an unknown line'}" for line, ranks in fewest_first)
     return FailureReport(
-        tuple(blamed), f"all ranks have made {pause} and wait at the same place, {heartbeat.place()}: {locations}"
+        blamed, f"all ranks have made {pause} and wait at the same place, {heartbeat.place()}: {locations}"
     )
 
 
@@ -165,11 +160,11 @@ def report_exception(error: BaseException, rank: int, names: dict[int, str]) -> 
     """Return the failure report of an exception for the other ranks."""
     name = name_ranks([rank], names)
     if isinstance(error, UserError):
-        return FailureReport((rank,), f"{name}: {error}", code=2, raised=True)
+        return FailureReport([rank], f"{name}: {error}", code=2, raised=True)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
-        return FailureReport((rank,), f"{name} ended with exit code {code}", code=code, raised=True)
-    return FailureReport((rank,), f"{name} failed: {traceback.format_exception_only(error)[-1].strip()}", raised=True)
+        return FailureReport([rank], f"{name} ended with exit code {code}", code=code, raised=True)
+    return FailureReport([rank], f"{name} failed: {traceback.format_exception_only(error)[-1].strip()}", raised=True)
 
 
 def line_of(frame: FrameType | None) -> str:

@@ -19,7 +19,7 @@ def test_a_rank_is_silent_when_its_count_stays_the_same():
         assert (listener.report_silent(60, second) is not None) == (second > 90)
     report = listener.report_silent(60, 99)
     assert report is not None
-    assert report.ranks == (2,)
+    assert report.ranks == [2]
     assert report.text == (
         "rank 2 (host gpu-1, pid 102) has sent no heartbeat for 60 s, the last one in step 7, forward"
     )
@@ -34,14 +34,14 @@ def test_the_rank_that_is_behind_is_blamed():
     behind = replace(STILL, turn=0, phase="forward", line="read (mine.py:3)")
     report = report_stalled({0: STILL, 1: STILL, 2: behind}, NAMES, 60)
     assert report is not None
-    assert report.ranks == (2,)
+    assert report.ranks == [2]
     assert report.text == (
         "rank 2 (host gpu-1, pid 102) has made no progress for 61 s, in step 12, forward, at read (mine.py:3); "
         "the others wait"
     )
     earlier_step = report_stalled({0: STILL, 1: replace(STILL, step=11, turn=9)}, NAMES, 60)
     assert earlier_step is not None
-    assert earlier_step.ranks == (1,)
+    assert earlier_step.ranks == [1]
 
 
 def test_if_all_ranks_wait_at_one_place_their_lines_are_reported():
@@ -61,11 +61,11 @@ def test_no_rank_is_stalled_while_one_makes_progress_or_has_no_limit_and_one_tha
     assert report_stalled({0: left}, NAMES, 60) is None
     report = report_stalled({0: left, 1: STILL}, NAMES, 60)
     assert report is not None
-    assert report.ranks == (1,)
+    assert report.ranks == [1]
 
 
 @given(st.builds(Heartbeat, count=st.integers(0), idle=st.floats(0, 1e9), phase=st.text(), line=st.text()), st.text())
 def test_packing_and_unpacking_returns_the_same(heartbeat, text):
     assert Heartbeat.unpacked(heartbeat.packed().encode()) == heartbeat
-    report = FailureReport((1, 3), text, 2, raised=True)
+    report = FailureReport([1, 3], text, 2, raised=True)
     assert FailureReport.unpacked(report.packed().encode()) == report
