@@ -1,6 +1,6 @@
 """A quarter of an hour on a GPU: what this repository wants to know of an H100 or H200, in order of worth.
 
-    python benchmarks/gpu.py [--part 1] [--minutes 7] [--from RUNG] [--only RUNG] [--list]    # make gpu ARGS="--part 1"
+    python benchmarks/gpu.py [--part 1] [--minutes 7] [--from RUNG] [--only RUNG]    # make gpu ARGS="--part 1"
     python benchmarks/gpu.py --rehearse                       # every rung on the CPU, at tiny shapes
 
 The rungs of part 1 ask whether everything is correct, and run side by side. Those of part 2 measure times, so each of
@@ -166,19 +166,14 @@ def main() -> int:
     parser.add_argument("--part", type=int, choices=PARTS, help="1: correctness; 2: times (default: both)")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="of each part, at most (default: %(default)g)")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--from", dest="first", choices=names, metavar="RUNG", help="begin with this rung (--list)")
+    which.add_argument("--from", dest="first", choices=names, metavar="RUNG", help="begin with this rung")
     which.add_argument("--only", nargs="+", choices=names, metavar="RUNG", help="run only these rungs")
-    parser.add_argument("--list", action="store_true", help="print the rungs and their limits")
     parser.add_argument("--rehearse", action="store_true", help="run every rung on the CPU at tiny shapes")
     parser.add_argument("--output", type=Path, help="folder for the results and a copy of README.md")
     parser.add_argument("--tables", action="store_true", help="only write the tables of README.md")
     arguments = parser.parse_args()
     if not arguments.minutes > 0:
         parser.error(f"--minutes {arguments.minutes:g}: must be above 0")
-    if arguments.list:
-        for rung in RUNGS:
-            print(f"part {rung.part}  {rung.name:<12}{rung.minutes:>4g} min  {rung.question}")
-        return 0
     readme, results = BENCHMARKS / "README.md", BENCHMARKS / "results"
     if arguments.tables:
         return write_tables(readme, results)

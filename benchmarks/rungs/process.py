@@ -40,12 +40,10 @@ class Rung:
     arguments: str
     rehearsal: str
     packages: Sequence[str] = ()
-    programs: Sequence[str] = ()
 
     def lacks(self) -> str | None:
         """Return why the rung cannot run, or None."""
-        packages = [name for name in self.packages if importlib.util.find_spec(name) is None]
-        missing = packages + [name for name in self.programs if shutil.which(name) is None]
+        missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
         return f"not installed: {', '.join(missing)}" if missing else None
 
 

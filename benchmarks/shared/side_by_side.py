@@ -12,11 +12,11 @@ from benchmarks.shared.interleaved import release
 from benchmarks.shared.reporting import Results, error_text, write_json
 
 Line = dict[str, Any]
+# a line, and what returns the rest of it
+Job = tuple[Line, Callable[[], Line]]
 
 
-def check_lines(
-    jobs: Iterable[tuple[Line, Callable[[], Line]]], results: Results, output: Path, processes: int
-) -> None:
+def check_lines(jobs: Iterable[Job], results: Results, output: Path, processes: int) -> None:
     """Measure lines of a table as `interleaved.measure_lines` does, each in one of so many processes.
 
     The functions must be picklable. A process whose line fails is replaced, since an error of a GPU lasts as long as
