@@ -33,8 +33,7 @@ release: .venv/.installed-dev
 coverage: .venv/.installed-dev
 	$(BIN)/python -m pytest -m "not slow and not release" -n 3 --dist loadfile --cov=depthlm --cov-report=term:skip-covered
 
-# a quarter of an hour on an H100 or H200; ARGS="--part 1" is half of it, ARGS=--list shows the rungs, and
-# ARGS=--rehearse needs no GPU
+# a quarter of an hour on an H100 or H200; ARGS="--part 1" is half of it, and ARGS=--rehearse needs no GPU
 gpu: .venv/.installed-dev
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
