@@ -15,7 +15,7 @@ from depthlm.build import build_model
 from depthlm.config import Config
 from depthlm.distributed.launchers import ranks
 from depthlm.model import Decoder, compile_sublayers
-from depthlm.pretrained.native import export_weight, native_config, native_type
+from depthlm.pretrained.native import export_name, native_config, native_type
 from depthlm.training.engine import build_engine
 from depthlm.training.graphs import MicroBatchGraphs, make_graphs
 from depthlm.training.plan import Plan, make_plan
@@ -98,7 +98,7 @@ def transformers_decoder(model: Decoder) -> nn.Module:
     # drawing weights that are replaced would take a CPU long
     with next(iter(weights.values())).device:
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
-    renamed = dict(export_weight(kind, name, tensor) for name, tensor in weights.items())
+    renamed = {export_name(kind, name): tensor for name, tensor in weights.items()}
     for name in [name for name in renamed if name.endswith(".experts.gate_proj")]:
         # one tensor: the rows of all gates, then those of all others
         up = name.replace("gate_proj", "up_proj")

@@ -30,7 +30,7 @@ from depthlm.hugging_face.card import CARD, write_card
 from depthlm.hugging_face.causal_lm import CausalLM, DepthLMConfig
 from depthlm.hugging_face.source import auto_map, write_code
 from depthlm.model import Decoder
-from depthlm.pretrained.native import export_weight, native_config, native_type, split_experts
+from depthlm.pretrained.native import export_name, native_config, native_type, split_experts
 from depthlm.run_directory import RunDirectory
 
 WEIGHTS, ABOUT = "model.safetensors", "depthlm.json"
@@ -148,7 +148,7 @@ def write_weights(model: Decoder, native: str | None, folder: Path) -> None:
         named = {f"decoder.{name}": tensor for name, tensor in model.state_dict().items()}
     else:
         split = split_experts(model.state_dict())
-        named = dict(export_weight(native, name, tensor) for name, tensor in split.items())
+        named = {export_name(native, name): tensor for name, tensor in split.items()}
     weights = {name: tensor.detach().to(torch.float32).contiguous() for name, tensor in named.items()}
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     set_default_mode(folder / WEIGHTS)

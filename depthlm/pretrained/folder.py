@@ -18,7 +18,7 @@ from depthlm.data import padded_vocab_size, vocab_size
 from depthlm.errors import UserError
 from depthlm.files import is_inside, read_text
 from depthlm.model.settings import format_setting
-from depthlm.pretrained.native import NATIVE, SHAPE, import_settings, import_weight, stack_experts
+from depthlm.pretrained.native import NATIVE, SHAPE, import_name, import_settings, stack_experts
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -111,8 +111,7 @@ def load_weights(source: Pretrained) -> dict[str, Tensor]:
             if source.model_type == "depthlm":
                 weights[stored_name.removeprefix("decoder.")] = tensor
             else:
-                name, weight = import_weight(source.model_type, stored_name, tensor)
-                weights[name] = weight
+                weights[import_name(source.model_type, stored_name)] = tensor
     try:
         weights = stack_experts(weights)
     except (ValueError, RuntimeError) as error:

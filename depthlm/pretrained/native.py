@@ -1,4 +1,4 @@
-"""Decoders that are part of transformers: dense Qwen3 and OLMo2, their mixtures of experts, and Kimi Linear.
+"""Decoders that are part of transformers: dense Qwen3 and OLMo2, and their mixtures of experts.
 
 Converts names of weights and settings both ways.
 """
@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from depthlm.mechanisms.residual import Residual
-from depthlm.model.attention.delta import DeltaAttention
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.decoder import Decoder
 from depthlm.model.shape import Backbone, Size
-from depthlm.pretrained.kimi import entries, normalize_settings
 
 # backbone fields that both classes have as settings, with the defaults for a config.json that lacks them
 FREE = {"norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": False, "tie_embeddings": False}
@@ -43,8 +41,6 @@ EXPERTS = FIXED | {
 }
 NORMS = {".attention_norm.": ".input_layernorm.", ".mlp_norm.": ".post_attention_layernorm."}
 ROUTER = {".mlp.router.": ".mlp.gate."}
-# the projections of an expert in Kimi Linear
-KIMI_EXPERT = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 MIXTURE = {"num_experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
 EXPERT = re.compile(r"(.+\.experts\.)(\d+)\.(\w+)\.weight")
 STACKED = re.compile(r"(.+\.experts\.)(\w+)_proj")
@@ -53,8 +49,7 @@ STACKED = re.compile(r"(.+\.experts\.)(\w+)_proj")
 class Native(NamedTuple):
     """A transformers class: its name, the fixed backbone fields, and the defaults of others.
 
-    sizes, keys: its names of our sizes and backbone fields. names: of the parts of our weights' names. mixers: those
-    that its layers may have.
+    sizes, keys: its names of our sizes and backbone fields. names: of the parts of our weights' names.
     """
 
     architecture: str
@@ -63,7 +58,6 @@ class Native(NamedTuple):
     names: dict[str, str]
     sizes: dict[str, str] = SHAPE
     keys: dict[str, str] = KEYS
-    mixers: frozenset[str] = frozenset({"attention"})
 
 
 NATIVE = {
@@ -92,73 +86,22 @@ NATIVE = {
         | {"expert_size": "intermediate_size"},
         KEYS | {"router_normalize": "norm_topk_prob"},
     ),
-    "kimi_linear": Native(
-        "KimiLinearForCausalLM",
-        FIXED
-        | {"mlp": "experts", "position": "none", "norm_placement": "pre", "qk_norm": "none", "router_scores": "sigmoid"}
-        | {"attention_bias": False, "tie_embeddings": False},
-        {
-            "norm_eps": 1e-5,
-            "shared_experts": 1,
-            "dense_layers": 1,
-            "router_normalize": True,
-            "router_scale": 2.446,
-            "router_groups": 1,
-            "router_groups_kept": 1,
-        },
-        NORMS
-        | {
-            ".attention.kv_a_proj.": ".self_attn.kv_a_proj_with_mqa.",
-            ".attention.kv_a_norm.": ".self_attn.kv_a_layernorm.",
-            ".mlp.router.bias_e": ".block_sparse_moe.gate.e_score_correction_bias",
-            ".mlp.router.": ".block_sparse_moe.gate.",
-            ".mlp.shared_experts.": ".block_sparse_moe.shared_experts.",
-            ".mlp.experts.": ".block_sparse_moe.experts.",
-        },
-        {name: hf_name for name, hf_name in SHAPE.items() if name != "num_kv_heads"}
-        | {
-            "head_size": "v_head_dim",
-            "num_experts": "num_experts",
-            "experts_per_token": "num_experts_per_token",
-            "expert_size": "moe_intermediate_size",
-            "latent_size": "kv_lora_rank",
-            "shared_key_size": "qk_rope_head_dim",
-        },
-        {
-            "norm_eps": "rms_norm_eps",
-            "shared_experts": "num_shared_experts",
-            "dense_layers": "first_k_dense_replace",
-            "router_normalize": "moe_renormalize",
-            "router_scale": "routed_scaling_factor",
-            "router_groups": "num_expert_group",
-            "router_groups_kept": "topk_group",
-        },
-        frozenset({"delta", "latent"}),
-    ),
 }
 
 
 def native_type(model: Decoder) -> str | None:
     """Return the model_type of transformers that is equivalent to this decoder; None if there is none."""
     plain = all(type(connection) is Residual for connection in model.connections) and all(
-        type(layer.attention) in (SelfAttention, DeltaAttention) for layer in model.layers
+        type(layer.attention) is SelfAttention for layer in model.layers
     )
-    mixers = {*model.backbone.mixers_of(model.size.num_layers)}
     if not plain or model.loops > 1 or model.end_of_text is not None:
         return None
     matching = [
         name
         for name, native in NATIVE.items()
         if all(getattr(model.backbone, key) == value for key, value in native.backbone.items())
-        and mixers <= native.mixers
     ]
     if matching == ["olmoe"] and model.size.num_heads * model.size.head_size != model.size.hidden_size:
-        return None
-    # its class always has shared experts and a bias, scores each group of experts by its two best, also the only group,
-    # and finds the length of its cache in a layer of latent attention
-    pairs = model.size.num_experts >= 2 * model.backbone.router_groups
-    required = model.backbone.shared_experts and model.backbone.router_bias_rate and pairs and "latent" in mixers
-    if matching == ["kimi_linear"] and not required:
         return None
     return matching[0] if matching else None
 
@@ -178,8 +121,6 @@ def native_config(model_type: str, size: Size, backbone: Backbone, max_length: i
     }
     if "expert_size" in native.sizes:
         settings |= {native.sizes["expert_size"]: size.width_of_expert()}
-    if model_type == "kimi_linear":
-        return settings | entries(size, backbone)
     if backbone.mlp == "experts":
         settings |= {"router_aux_loss_coef": backbone.router_balance_loss}
     return settings | {"rope_parameters": {"rope_type": "default", "rope_theta": theta}, "rope_theta": theta}
@@ -190,11 +131,8 @@ def import_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]
 
     Raises KeyError if a width or count is missing.
     """
-    native, mixers, unsupported = NATIVE[config["model_type"]], {"mixers": ["attention"]}, list[str]()
-    if config["model_type"] == "kimi_linear":
-        config, mixers, unsupported = normalize_settings(config)
-    theta, scaling = _rope(config)
-    unsupported += scaling
+    native = NATIVE[config["model_type"]]
+    theta, unsupported = _rope(config)
     if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
         unsupported.append("sliding-window attention")
     if config.get("hidden_act", "silu") != "silu":
@@ -207,40 +145,27 @@ def import_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]
     if "num_experts" in sizes and "num_experts" not in config:
         # as transformers 5 writes it
         sizes["num_experts"] = "num_local_experts"
-    if native.backbone["mlp"] == "experts" and native.backbone.get("dense_layers") == 0:
+    if native.backbone["mlp"] == "experts":
         # no layer has an MLP of this width
         sizes.pop("intermediate_size", None)
     size = {name: config[hf_name] for name, hf_name in sizes.items() if name not in ("num_kv_heads", "head_size")}
-    if "num_kv_heads" in sizes:
-        size["num_kv_heads"] = config.get("num_key_value_heads") or size["num_heads"]
-    head_size = config.get(sizes["head_size"]) or (128 if config["model_type"] == "qwen3" else None)
+    size["num_kv_heads"] = config.get("num_key_value_heads") or size["num_heads"]
+    head_size = config.get("head_dim") or (128 if config["model_type"] == "qwen3" else None)
     size["head_size"] = head_size or size["hidden_size"] // size["num_heads"]
-    backbone = native.backbone | native.defaults | mixers
+    backbone = native.backbone | native.defaults | {"mixers": ["attention"]}
     backbone |= {name: config[hf_name] for name, hf_name in native.keys.items() if hf_name in config}
-    backbone |= {"rope_theta": theta} if theta is not None and native.backbone["position"] == "rope" else {}
+    backbone |= {} if theta is None else {"rope_theta": theta}
     return {"size": size, "backbone": backbone, "model": {"name": "vanilla"}}, unsupported
 
 
-def import_weight(model_type: str, name: str, weight: Tensor) -> tuple[str, Tensor]:
-    """Return our name of a weight of transformers, and the weight in our shape."""
-    name = _rename(name, {hf_name: name for name, hf_name in _names(model_type).items()})
-    if model_type == "kimi_linear":
-        # transformers also writes dense MLPs with this name
-        name = name.replace(".block_sparse_moe.", ".mlp.")
-        name = _rename(name, {f".{projection}.weight": f".{part}.weight" for part, projection in KIMI_EXPERT.items()})
-    if name.endswith("conv1d.weight"):
-        weight = weight.squeeze(1)
-    return name, weight.flatten() if name.endswith(".A_log") else weight
+def import_name(model_type: str, name: str) -> str:
+    """Return our name of a weight of transformers."""
+    return _rename(name, {hf_name: name for name, hf_name in _names(model_type).items()})
 
 
-def export_weight(model_type: str, name: str, weight: Tensor) -> tuple[str, Tensor]:
-    """Return the name of a weight in transformers, and the weight in the shape that it has there."""
-    if model_type == "kimi_linear" and ".experts." in name:
-        name = _rename(name, {f".{part}.weight": f".{projection}.weight" for part, projection in KIMI_EXPERT.items()})
-    name = _rename(name, _names(model_type))
-    if name.endswith("conv1d.weight"):
-        weight = weight.unsqueeze(1)
-    return name, weight.view(1, 1, -1, 1) if name.endswith(".A_log") else weight
+def export_name(model_type: str, name: str) -> str:
+    """Return the name of a weight in transformers."""
+    return _rename(name, _names(model_type))
 
 
 def stack_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

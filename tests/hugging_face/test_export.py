@@ -28,16 +28,12 @@ NATIVE = {
     "vanilla": [],
     "vanilla, tied": ["backbone.tie_embeddings=true", "backbone.attention_bias=true"],
     "vanilla, olmo2": ["backbone=olmo2", "backbone.norm_eps=1e-6", "backbone.rope_theta=500000"],
-    "vanilla, kimi": ["backbone=kimi_linear", "size.num_layers=4"],
 }
 OTHERS = {
     "odd width": ["backbone=lm1b", "size.hidden_size=33"],
     "loops, documents": ["model.loops=2", "data.document_mask=true"],
     "shared experts": ["backbone=olmoe", "backbone.shared_experts=1", "backbone.dense_layers=1"],
-    "kimi, one expert per group": [
-        "backbone=kimi_linear", "size.num_layers=4", "size.num_experts=4", "backbone.router_groups=4",
-        "backbone.router_groups_kept=4",
-    ],
+    "vanilla, kimi": ["backbone=kimi_linear", "size.num_layers=4"],
     "delta and attention": ["model=moda", "backbone.mixers=[delta,attention]", "size.num_layers=3", "model.loops=2"],
 }  # fmt: skip
 # each connection with one of the attentions, on one of the backbones, with or without a mask

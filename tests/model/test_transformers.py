@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from depthlm.pretrained.folder import load_weights, read_pretrained
-from depthlm.pretrained.native import NATIVE, export_weight, native_config, native_type, split_experts
+from depthlm.pretrained.native import NATIVE, export_name, native_config, native_type, split_experts, stack_experts
+
+from . import kimi_linear
 
 # num_kv_heads, and what else differs from the backbone's file
 CASES = [(kv_heads, {"tie_embeddings": kv_heads == 2}) for kv_heads in (1, 2, 4)]
@@ -20,7 +22,7 @@ KIMI = [
 
 def cases():
     """Every backbone of transformers. Kimi Linear has three steps of its own in plain PyTorch, so it is slower."""
-    for backbone in NATIVE:
+    for backbone in (*NATIVE, "kimi_linear"):
         for number, (kv_heads, changes) in enumerate(KIMI if backbone == "kimi_linear" else CASES):
             marks = pytest.mark.slow if backbone == "kimi_linear" and number else ()
             yield pytest.param(backbone, kv_heads, changes, marks=marks, id=f"{backbone}-{kv_heads}-{number}")
@@ -40,13 +42,18 @@ def pair(make_decoder, folder, backbone, kv_heads, changes):
             parameter.data.uniform_(0.5, 1.5, generator=generator)
     for buffer in ours.buffers():
         buffer.uniform_(-0.2, 0.2, generator=generator)
-    assert native_type(ours) == backbone
     weights = split_experts(ours.state_dict())
-    named = dict(export_weight(backbone, name, weight.detach().contiguous()) for name, weight in weights.items())
+    if backbone == "kimi_linear":
+        named = dict(kimi_linear.export(name, weight) for name, weight in weights.items())
+        settings, architecture = kimi_linear.settings(ours.size, ours.backbone), "KimiLinearForCausalLM"
+    else:
+        assert native_type(ours) == backbone
+        named = {export_name(backbone, name): weight for name, weight in weights.items()}
+        settings, architecture = native_config(backbone, ours.size, ours.backbone, 128), NATIVE[backbone].architecture
+    named = {name: weight.detach().contiguous() for name, weight in named.items()}
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
-    settings = native_config(backbone, ours.size, ours.backbone, 128) | {"eos_token_id": None, "pad_token_id": None}
-    (folder / "config.json").write_text(json.dumps(settings))
-    cls = getattr(transformers, NATIVE[backbone].architecture)
+    (folder / "config.json").write_text(json.dumps(settings | {"eos_token_id": None, "pad_token_id": None}))
+    cls = getattr(transformers, architecture)
     theirs, report = cls.from_pretrained(folder, attn_implementation="eager", output_loading_info=True)
     assert not any(report.values())
     return ours, theirs
@@ -55,6 +62,9 @@ def pair(make_decoder, folder, backbone, kv_heads, changes):
 def under_our_names(theirs, folder):
     """The weights of a model of transformers, through a folder that it writes."""
     theirs.save_pretrained(folder)
+    if type(theirs).__name__ == "KimiLinearForCausalLM":
+        stored = load_file(folder / "model.safetensors")
+        return stack_experts(dict(kimi_linear.read(name, weight) for name, weight in stored.items()))
     return load_weights(read_pretrained(folder))
 
 
