@@ -148,7 +148,7 @@ class Training:
     log_blocks_every: int | None = key(
         None,
         "steps between measurements of the magnitude of each sublayer's output and of its gradient, also made at the "
-        "first step (blocks.jsonl, plotted by `python -m depthlm inspect`); null: never",
+        "first step (blocks.jsonl, drawn by reports with `curves: [depth]`); null: never",
         minimum=1,
         on_resume="free",
     )

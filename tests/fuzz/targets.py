@@ -28,7 +28,6 @@ from depthlm.files import read_json
 from depthlm.hugging_face import export
 from depthlm.hugging_face.card import introduction, version_of
 from depthlm.hugging_face.folder import check_folder
-from depthlm.inspect.command import expert_picture
 from depthlm.pretrained.folder import load_weights, read_pretrained
 from depthlm.runs.checkpoints import missing_part, newest_checkpoint
 from depthlm.runs.directory import read_summary
@@ -111,9 +110,6 @@ def of_run(run: Path, overrides: list[str]) -> list[Target]:
         copy = shutil.copy(file, file.with_suffix(".copy"))
         return MetricsFile(Path(copy), 4).last
 
-    def expert_rows(file: Path) -> Any:
-        return rows(file), expert_picture(run)
-
     saved = [load_file(run / f"checkpoints/step-{step:08d}/model.safetensors") for step in (2, 4)]
 
     def weights(_: Path) -> Any:
@@ -136,8 +132,8 @@ def of_run(run: Path, overrides: list[str]) -> list[Target]:
         Target("model.safetensors", checkpoint / "model.safetensors", weights, True, loading[:1]),
         Target("states.pt", next((checkpoint / "deepspeed").glob("*.pt")), newest, True, resuming[:1]),
         Target("metrics.jsonl", run / "metrics.jsonl", rows, False, resuming),
-        Target("blocks.jsonl", run / "blocks.jsonl", rows, False, ((*python, "inspect", f"run={run}"),)),
-        Target("experts.jsonl", run / "experts.jsonl", expert_rows, False, ((*python, "inspect", f"run={run}"),)),
+        Target("blocks.jsonl", run / "blocks.jsonl", rows, False, resuming[:1]),
+        Target("experts.jsonl", run / "experts.jsonl", rows, False, resuming[:1]),
         Target("summary.json", run / "summary.json", summary, False, (*loading, *resuming)),
         Target("environment.json", run / "environment.json", environment, False, loading[1:]),
         Target("evaluation.json", run / "evaluation.json", records, False, resuming[1:]),

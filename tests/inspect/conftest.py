@@ -83,8 +83,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory, corpus_folder: Path, token
     """The directory of a run that combines two mechanisms."""
     folder = tmp_path_factory.mktemp("runs") / "pair"
     mechanisms = "model/connection=attention_residuals", "model/attention=moda"
-    settings = short_run(
-        corpus_folder, token_folder, folder, *mechanisms, "training.max_steps=2", "training.log_blocks_every=2"
-    )
+    settings = short_run(corpus_folder, token_folder, folder, *mechanisms, "training.max_steps=2")
     assert train(depthlm.compose(settings)) == 0
     return folder

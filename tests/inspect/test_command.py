@@ -1,6 +1,5 @@
 """`python -m depthlm inspect`: its files, its output and its error messages."""
 
-import json
 import shutil
 import sys
 
@@ -29,7 +28,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 def test_writes_pictures_and_arrays(trained, monkeypatch, capsys):
     inspect(monkeypatch, f"run={trained}", "tokens=100")
     names = {"moda_maps", "moda_depth_share", "moda_depth_total", "attention_residuals_weights"}
-    names |= {"depth_mixing", "blocks"}
+    names |= {"depth_mixing"}
     assert {file.stem for file in (trained / "inspect").glob("*.png")} == names
     assert all(file.stat().st_size > 10_000 for file in (trained / "inspect").glob("*.png"))
     output = capsys.readouterr().out
@@ -38,9 +37,6 @@ def test_writes_pictures_and_arrays(trained, monkeypatch, capsys):
     arrays = np.load(trained / "inspect" / "arrays.npz")
     assert all(f"{name} {list(arrays[name].shape)}" in output for name in arrays)
     np.testing.assert_allclose(arrays["attention_residuals_weights_final"].sum(), 1, rtol=1e-5)
-    rows = [json.loads(line) for line in (trained / "blocks.jsonl").read_text().splitlines()]
-    assert arrays["blocks_step"].tolist() == [1, 2]
-    np.testing.assert_array_equal(arrays["blocks_mlp_gradient"], [row["mlp_gradient"] for row in rows])
 
 
 def test_own_text_another_folder_and_several_runs(trained, tmp_path, monkeypatch, capsys):
