@@ -21,10 +21,9 @@ from depthlm.data import DataError, Tokenizer, open_corpus
 from depthlm.errors import UserError
 from depthlm.fields import key
 from depthlm.files import replacing
-from depthlm.inspect.ablation import ablate
 from depthlm.inspect.collect import collect
 from depthlm.inspect.depth_mixing import depth_mixing, mixing_picture
-from depthlm.inspect.interventions import Batch
+from depthlm.inspect.interventions import Batch, ablate
 from depthlm.inspect.picture import TOKENS, Picture, token_names
 from depthlm.machine import environment
 from depthlm.model import Decoder

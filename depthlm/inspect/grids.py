@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from depthlm.inspect.distributions import ABOUT, draw_distributions, quantiles
 from depthlm.inspect.picture import (
+    DISTRIBUTION,
     NOTHING,
+    QUANTILES,
     TOKENS,
     Array,
     FigureOverDepth,
@@ -17,6 +18,7 @@ from depthlm.inspect.picture import (
     Place,
     average_axes,
     draw_curves,
+    draw_distributions,
     draw_grids,
     draw_matrices,
     draw_token_maps,
@@ -222,9 +224,11 @@ class Grids(FigureOverDepth):
         """Return the picture of how weights over sources are distributed over the hidden size, if they have one."""
         if self.column != "source" or self.axes[-1] != "hidden":
             return []
-        name, over_depth = f"{self.name}_distribution", {kind: quantiles(values) for kind, values in arrays.items()}
+        name, over_depth = f"{self.name}_distribution", dict[str, Array]()
         places: dict[str, tuple[Array, Sequence[str]]] = {}
-        for kind, values_q in over_depth.items():
+        for kind, array in arrays.items():
+            # nan where there are no values
+            values_q = over_depth[kind] = np.quantile(array, QUANTILES, axis=-1)
             names = self.panels[kind] or [self.figure.name]
             values = values_q if "panel" in self.axes else np.expand_dims(values_q, -2)
             of_kind = f": {self.titles[kind]}" * (len(arrays.keys() - {"final"}) > 1)
@@ -235,9 +239,9 @@ class Grids(FigureOverDepth):
             )
             places |= {title: (of_layer, names) for title, of_layer in of_layers if np.isfinite(of_layer).any()}
         columns, value = self.figure.columns or self.column, self.figure.name.replace("_", " ")
-        draw = partial(draw_distributions, places, title=f"{self.title}; {ABOUT}", columns=columns, values=value)
+        draw = partial(draw_distributions, places, title=f"{self.title}; {DISTRIBUTION}", columns=columns, values=value)
         named = {f"{name}{f'_{kind}' * (len(arrays) > 1)}": values for kind, values in over_depth.items()}
-        return [Picture(name, f"{self.figure.about}: their {ABOUT}", named, draw)]
+        return [Picture(name, f"{self.figure.about}: their {DISTRIBUTION}", named, draw)]
 
     def arrays(self) -> dict[str, Array]:
         """Return the means of each kind, stacked over the layers."""

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from depthlm.errors import UserError
-from depthlm.inspect.ablation import ablate, correlation
-from depthlm.inspect.interventions import Batch, Intervention, losses, record
+from depthlm.inspect.interventions import Batch, Intervention, ablate, correlation, losses, record
 from depthlm.model import Decoder
 
 from .conftest import TOKENS

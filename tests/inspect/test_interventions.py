@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from depthlm.inspect.ablation import WITH_EDGES
-from depthlm.inspect.interventions import Batch, Edge, Intervention, losses, prefixes, record
+from depthlm.inspect.interventions import WITH_EDGES, Batch, Edge, Intervention, losses, prefixes, record
 from depthlm.model import Connection
 from depthlm.model.edges import Reader
 

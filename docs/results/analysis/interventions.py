@@ -19,9 +19,8 @@ from rich.progress import track
 
 from depthlm.build import load_checkpoint
 from depthlm.errors import UserError
-from depthlm.inspect.ablation import ablate
 from depthlm.inspect.command import Run, read_tokens
-from depthlm.inspect.interventions import Batch, Intervention, losses, record
+from depthlm.inspect.interventions import Batch, Intervention, ablate, losses, record
 from depthlm.model import Decoder
 from depthlm.model.edges import Edit
 from depthlm.runs.checkpoints import newest_checkpoint
