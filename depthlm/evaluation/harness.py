@@ -11,6 +11,7 @@ from typing import Any
 
 from depthlm.config import Config
 from depthlm.config.errors import nearest
+from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.locations import install_command
 from depthlm.model import Decoder
@@ -140,7 +141,7 @@ def language_model(model: Decoder, config: Config, run: Path, batch_size: int, p
     from depthlm.evaluation.language_models import HarnessLM
     from depthlm.hugging_face.folder import as_causal_lm, as_tokenizer, unused_ids
 
-    tokenizer, causal = as_tokenizer(run), as_causal_lm(model, config)
+    tokenizer, causal = as_tokenizer(Tokenizer.load(run)), as_causal_lm(model, config)
     causal.generation_config.suppress_tokens = unused_ids(model, tokenizer)
     return HarnessLM(
         pretrained=causal,

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def export(
-    run: str | Path,
-    to: str | Path | None = None,
-    trust: Sequence[str] = (),
-    *,
-    license: str | None = None,
+    run: str | Path, to: str | Path | None = None, trust: Sequence[str] = (), *, license: str | None = None
 ) -> "Export":
     """Export the newest valid checkpoint of a run as a folder that AutoModelForCausalLM loads, with a model card.
 
@@ -34,11 +30,9 @@ def export(
         import transformers  # noqa: F401
     except ImportError:
         raise UserError(f"transformers is not installed; {install_command('evaluation')}") from None
-    from depthlm.hugging_face.card import check_license
     from depthlm.hugging_face.folder import export as write
 
-    check_license(license)
-    return write(run, to, trust, license=license)
+    return write(run, to, trust, license)
 
 
 __all__ = ["export"]

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,25 +23,45 @@ from depthlm.model import Decoder
 from depthlm.model.attention import attention_class
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.loss_curve import plot_loss
-from depthlm.runs.records import RunRecord, ValidationLosses, finite, perplexity, read_run, training_loss
+from depthlm.runs.records import ValidationLosses, finite, perplexity, read_run, training_loss
 from depthlm.streams import printable
 
 CARD, CURVE = "README.md", "loss.png"
-TAGS = ("depthlm", "pretraining")
+TEXT = """# {title}
+
+A decoder language model, {start} on {corpus}. It is a base model: it continues text, and is not trained to follow
+instructions.
+
+## Mechanism
+
+How a layer uses the results of earlier layers:
+
+{mechanism}
+
+## Training
+
+{training}
+{losses}
+## Load
+
+`AutoModelForCausalLM` and `AutoTokenizer` of transformers 5 load this folder{remote}. depthlm is not needed.
+
+## License
+
+{licenses}
+"""
 
 
 class Results(NamedTuple):
     """The losses of the weights of a checkpoint, in nats per token.
 
-    step: of the checkpoint. is_complete: whether the run ended with it. validation: of this step, or the newest before
-    it. measured_at: the step of the validation; None without one. training: the mean loss over the last logging
-    interval.
+    step: of the checkpoint. is_complete: whether the run ended with it. measured: the row of metrics.jsonl with the
+    validation of this step, or the newest before it. training: the mean over the last logging interval.
     """
 
     step: int
     is_complete: bool
-    validation: ValidationLosses
-    measured_at: int | None
+    measured: dict[str, Any]
     training: float | None
 
 
@@ -64,31 +85,29 @@ def write_card(
     hub names it; None: not stated. Raises OSError.
     """
     record, environment = read_run(run), read_json(RunDirectory(run).environment)
-    results = results_at(record, step)
+    logged = [row for row in record.rows if row["step"] <= step]
+    measured: dict[str, Any] = next((row for row in reversed(logged) if ValidationLosses.of_row(row)), {})
+    is_complete = record.summary.get("steps") == step
+    results = Results(step, is_complete, measured, training_loss(logged[-1]) if logged else None)
     if any(training_loss(row) is not None and finite(row.get("tokens")) is not None for row in record.rows):
         plot_loss(run, finite(record.summary.get("unigram_entropy")), folder / CURVE)
-    sections = [
-        introduction(config, environment),
-        mechanism(model, config),
-        architecture(model, config),
-        protocol(config, results, environment),
-        losses(config, results, has_curve=(folder / CURVE).exists()),
-        loading_code(native),
-        licenses(config, native, license),
-    ]
-    head = metadata(config, results, license).to_yaml()
-    text = f"---\n{head}\n---\n\n" + "\n\n".join(section for section in sections if section) + "\n"
+    licenses = [f"- Weights: {license or 'not stated'}."]
+    licenses += [] if native else ["- The files `depthlm_*.py`, copied from depthlm: Apache-2.0."]
+    licenses += [f"- Training data, {config.data.name}: {config.data.license}."] if config.data.license else []
+    text = TEXT.format(
+        title=f"{config.model.name} {config.size.name}",
+        start="started from other weights and trained"
+        if config.init_from or config.fork_from
+        else "trained from scratch",
+        corpus=corpus(config, environment),
+        mechanism=mechanism(model, config),
+        training=table(["", ""], (sizes(model, config) | protocol(config, results, environment)).items()),
+        losses=losses(config, results, has_curve=(folder / CURVE).exists()),
+        remote="" if native else " with `trust_remote_code=True`, which runs the Python files beside this card",
+        licenses="\n".join(licenses),
+    )
+    text = f"---\n{metadata(config, results, license).to_yaml()}\n---\n\n{text}"
     (folder / CARD).write_text(printable(text), encoding="utf-8")
-
-
-def results_at(record: RunRecord, step: int) -> Results:
-    """Return what a run recorded about the weights after a step."""
-    is_complete = record.summary.get("steps") == step
-    logged = [row for row in record.rows if row["step"] <= step]
-    training = training_loss(logged[-1]) if logged else None
-    measured = next((row for row in reversed(logged) if ValidationLosses.of_row(row)), None)
-    at = None if measured is None else measured["step"]
-    return Results(step, is_complete, ValidationLosses.of_row(measured or {}), at, training)
 
 
 def version_of(environment: Mapping[str, Any]) -> str:
@@ -115,7 +134,7 @@ def metadata(config: Config, results: Results, license: str | None) -> ModelCard
             metric_name=f"validation {metric}",
             metric_value=value,
         )
-        for name, loss in (results.validation.by_set.items() if results.is_complete else ())
+        for name, loss in (ValidationLosses.of_row(results.measured).by_set.items() if results.is_complete else ())
         for metric, value in (("loss", loss), ("perplexity", perplexity(loss)))
         if value is not None
     ]
@@ -124,24 +143,9 @@ def metadata(config: Config, results: Results, license: str | None) -> ModelCard
         pipeline_tag="text-generation",
         license=license,
         datasets=hubs or None,
-        tags=[*TAGS, *re.split(r"[+,]", config.model.name)],
-        model_name=title(config),
+        tags=["depthlm", "pretraining", *re.split(r"[+,]", config.model.name)],
+        model_name=f"{config.model.name} {config.size.name}",
         eval_results=evaluations or None,
-    )
-
-
-def title(config: Config) -> str:
-    """Return the name of the model: its mechanism and its size."""
-    return f"{config.model.name} {config.size.name}"
-
-
-def introduction(config: Config, environment: Mapping[str, Any]) -> str:
-    """Return the title and a sentence on what the model is."""
-    start = "started from other weights and trained" if config.init_from or config.fork_from else "trained from scratch"
-    return (
-        f"# {title(config)}\n\n"
-        f"A decoder language model, {start} on {corpus(config, environment)}. It is a base model: it continues text, "
-        "and is not trained to follow instructions."
     )
 
 
@@ -165,19 +169,17 @@ def mechanism(model: Decoder, config: Config) -> str:
             lines[-1] += f"\n  Settings: {values}."
     if model.loops > 1:
         lines.append(f"- **Loops**: {model.loops} passes through the same layers.")
-    return "## Mechanism\n\nHow a layer uses the results of earlier layers:\n\n" + "\n".join(lines)
+    return "\n".join(lines)
 
 
-def architecture(model: Decoder, config: Config) -> str:
-    """Return the table of sizes and parameters."""
+def sizes(model: Decoder, config: Config) -> dict[str, str]:
+    """Return the rows of the table about the sizes of the model."""
     size, counts = model.size, count_parameters(model)
     parts = [f"{part} {count:,}" for part, count in counts.items() if count and part not in ("total", "activated")]
+    heads = f"{size.num_heads} heads of size {size.head_size} ({size.num_kv_heads} of keys and values)"
     rows = {
         "parameters": f"{counts['total']:,} ({', '.join(parts)})",
-        "layers": f"{size.num_layers}",
-        "hidden size": f"{size.hidden_size:,}",
-        "heads": f"{size.num_heads} of size {size.head_size}; {size.num_kv_heads} of keys and values",
-        "MLP": f"width {size.intermediate_size:,}",
+        "layers": f"{size.num_layers} of width {size.hidden_size:,}, {heads}, MLP of width {size.intermediate_size:,}",
         "vocabulary": f"{size.vocab_size:,}",
         "backbone": config.backbone.name,
     }
@@ -187,72 +189,44 @@ def architecture(model: Decoder, config: Config) -> str:
     if "activated" in counts:
         experts = f"{size.num_experts} of width {size.expert_size:,}, {size.experts_per_token} per token"
         rows |= {"experts": experts, "activated parameters": f"{counts['activated']:,} per token"}
-    return f"## Architecture\n\n{table(['', ''], rows.items())}"
+    return rows
 
 
-def protocol(config: Config, results: Results, environment: Mapping[str, Any]) -> str:
-    """Return the table of how the model was trained."""
-    texts = protocol_texts(config)
+def protocol(config: Config, results: Results, environment: Mapping[str, Any]) -> dict[str, str]:
+    """Return the rows of the table about how the model was trained."""
+    texts, start = protocol_texts(config), config.fork_from or config.init_from
     if not results.is_complete:
         texts["steps"] = f"{results.step:,} of {texts['steps']}: the run was not complete"
-    trained = results.step * config.training.batch_size * config.training.sequence_length
-    rows = {"data": corpus(config, environment), "tokenizer": public(config.data.tokenizer)}
-    if start := config.fork_from or config.init_from:
-        rows["started from"] = public(start)
-    rows["tokens"] = f"{trained:,}"
     names = ("steps", "batch", "optimizer", "peak learning rate", "parametrization", "schedule", "precision")
-    rows |= {name: texts[name] for name in names if name in texts} | {"seed": f"{config.seed}"}
-    if version := version_of(environment):
-        rows["trained with"] = version
-    if environment.get("device"):
-        ranks = finite(environment.get("world_size")) or 1
-        rows["device"] = str(environment["device"]) + (f", {ranks:g} ranks" if ranks > 1 else "")
-    return f"## Training\n\n{table(['', ''], rows.items())}"
+    rows = {
+        "data": corpus(config, environment),
+        "tokenizer": public(config.data.tokenizer),
+        "started from": public(start) if start else "",
+        "tokens": f"{results.step * config.training.batch_size * config.training.sequence_length:,}",
+        **{name: texts[name] for name in names if name in texts},
+        "seed": f"{config.seed}",
+        "trained with": version_of(environment),
+        "device": str(environment.get("device") or ""),
+    }
+    return {name: text for name, text in rows.items() if text}
 
 
 def losses(config: Config, results: Results, has_curve: bool) -> str:
-    """Return the table of the losses and the picture of their curve; empty where the run recorded no loss."""
+    """Return the section on the losses, with the picture of their curve; empty where the run recorded no loss."""
+    by_set, limit = ValidationLosses.of_row(results.measured).by_set, config.training.validation_tokens
+    named = {f"validation, {name}": loss for name, loss in by_set.items()} | {"training": results.training}
     rows = [
-        [f"validation, {name}", number(loss), number(perplexity(loss))]
-        for name, loss in results.validation.by_set.items()
+        [name, f"{loss:,.4f}", f"{perplexity(loss) or math.inf:,.4f}"]
+        for name, loss in named.items()
+        if loss is not None
     ]
-    notes = []
-    if rows:
-        limit = config.training.validation_tokens
-        sets = "whole sets" if limit is None else f"at most {count_text(limit)} tokens of a set"
-        notes.append(f"Validation: {sets}, after step {results.measured_at:,}.")
-    if results.training is not None:
-        rows.append(["training", number(results.training), number(perplexity(results.training))])
-        notes.append("Training: mean over the last logging interval.")
     if not rows:
         return ""
-    head = ["", "loss (nats per token)", "perplexity"]
+    sets = "whole sets" if limit is None else f"at most {count_text(limit)} tokens of a set"
+    notes = f"Validation: {sets}, after step {results.measured['step']:,}. " if by_set else ""
     picture = f"\n\n![Training and validation loss over tokens]({CURVE})" if has_curve else ""
-    return f"## Losses\n\n{table(head, rows)}\n\n{' '.join(notes)}{picture}"
-
-
-def loading_code(native: bool) -> str:
-    """Return the code that loads the model and generates text."""
-    remote = "" if native else ", trust_remote_code=True"
-    code = "" if native else " `trust_remote_code=True` runs the Python files beside this card."
-    return (
-        "## Load\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"{remote})\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder"{remote})\n'
-        'prompt = tokenizer("The depth of", return_tensors="pt")\n'
-        "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=20)[0], skip_special_tokens=True))\n"
-        f"```\n\nThis needs PyTorch and transformers 5, but not depthlm.{code}"
-    )
-
-
-def licenses(config: Config, native: bool, license: str | None) -> str:
-    """Return the licenses of the weights, the code and the data."""
-    lines = [f"- Weights: {license or 'not stated'}."]
-    if not native:
-        lines.append("- The files `depthlm_*.py`, copied from depthlm: Apache-2.0.")
-    if config.data.license:
-        lines.append(f"- Training data, {config.data.name}: {config.data.license}.")
-    return "## License\n\n" + "\n".join(lines)
+    head = ["", "loss (nats per token)", "perplexity"]
+    return f"\n## Losses\n\n{table(head, rows)}\n\n{notes}Training: mean over the last logging interval.{picture}\n"
 
 
 def corpus(config: Config, environment: Mapping[str, Any]) -> str:
@@ -269,11 +243,6 @@ def corpus(config: Config, environment: Mapping[str, Any]) -> str:
 def public(place: str) -> str:
     """Return a name or relative path as it is, and only the last name of an absolute path, which may be private."""
     return Path(place).name if Path(place).is_absolute() else place
-
-
-def number(value: float | None) -> str:
-    """Return a number with four decimals, or a dash."""
-    return "–" if value is None else f"{value:,.4f}"
 
 
 def table(head: list[str], rows: Iterable[Sequence[str]]) -> str:

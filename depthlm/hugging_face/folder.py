@@ -3,15 +3,21 @@
 config.json, generation_config.json       the configuration for transformers
 model.safetensors                         the weights, in fp32
 tokenizer.json, tokenizer_config.json     the run's tokenizer
-*.py                                      the decoder's code, if transformers does not have the model
+*.py                                      the decoder's code, if transformers does not have the model; in one flat
+                                          folder, since transformers copies only the files to which a chain of
+                                          `from .<file> import ...` leads
 README.md, loss.png                       the model card and its picture
 depthlm.json                              the exported run, and the files of the export
 """
 
+import ast
 import dataclasses
+import hashlib
+import importlib.util
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,13 +32,16 @@ from depthlm.data import Tokenizer
 from depthlm.data.tokenizers import PADDING
 from depthlm.errors import UserError
 from depthlm.files import digest, read_json, read_text, replace_folder, set_default_mode, system_limit
-from depthlm.hugging_face.card import CARD, write_card
+from depthlm.hugging_face.card import CARD, check_license, write_card
 from depthlm.hugging_face.causal_lm import CausalLM, DepthLMConfig
-from depthlm.hugging_face.source import auto_map, write_code
 from depthlm.model import Decoder
+from depthlm.model.attention import attention_class
 from depthlm.pretrained.native import export_name, native_config, native_type, split_experts
 from depthlm.run_directory import RunDirectory
 
+MODELING = "modeling_depthlm"
+# packages that are available wherever transformers is
+AVAILABLE = ("torch", "transformers", "numpy", "safetensors", "tokenizers", *sys.stdlib_module_names)
 WEIGHTS, ABOUT = "model.safetensors", "depthlm.json"
 
 
@@ -49,14 +58,9 @@ class Export(NamedTuple):
     native: bool
 
 
-def export(
-    run: str | Path,
-    to: str | Path | None = None,
-    trust: Sequence[str] = (),
-    *,
-    license: str | None = None,
-) -> Export:
+def export(run: str | Path, to: str | Path | None, trust: Sequence[str], license: str | None) -> Export:
     """Write the folder of an export, as `depthlm.hugging_face.export` does."""
+    check_license(license)
     folder = RunDirectory(Path(run)).export if to is None else Path(to)
     check_folder(folder)
     model, config, manifest = load_checkpoint(run, trust=trust)
@@ -70,15 +74,8 @@ def export(
             write_tokenizer(tokenizer, new)
             if native is None:
                 write_code(model, new)
-            write_card(
-                new,
-                Path(run),
-                model,
-                config,
-                manifest.step,
-                native=native is not None,
-                license=license,
-            )
+            is_native = native is not None
+            write_card(new, Path(run), model, config, manifest.step, native=is_native, license=license)
             names = sorted(file.name for file in new.iterdir())
             about = {"run": Path(run).absolute().name, "mechanism": config.model.name, "parameters": parameters}
             about |= {"step": manifest.step, "files": names, "card": digest(new / CARD)}
@@ -116,8 +113,13 @@ def write_config(
 ) -> None:
     """Write config.json and generation_config.json."""
     if native is None:
+        # where transformers finds the classes
+        auto_map = {
+            "AutoConfig": f"{flat_name(DepthLMConfig.__module__)}.{DepthLMConfig.__name__}",
+            "AutoModelForCausalLM": f"{MODELING}.DepthLMForCausalLM",
+        }
         settings = causal_lm_config(model, config).to_diff_dict()
-        settings |= {"architectures": ["DepthLMForCausalLM"], "auto_map": auto_map()}
+        settings |= {"architectures": ["DepthLMForCausalLM"], "auto_map": auto_map}
     else:
         settings = native_config(native, model.size, model.backbone, config.training.sequence_length)
     end = tokenizer.eos_token_id
@@ -185,22 +187,15 @@ def as_causal_lm(model: Decoder, config: Config) -> CausalLM:
     return CausalLM(causal_lm_config(model, config), model).eval()
 
 
-def as_tokenizer(
-    tokenizer: Tokenizer | PreTrainedTokenizerFast | str | Path, max_length: int | None = None
-) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a run directory or file for transformers, with the same ids as in training.
+def as_tokenizer(tokenizer: Tokenizer, max_length: int | None = None) -> PreTrainedTokenizerFast:
+    """Return a tokenizer for transformers, with the same ids as in training.
 
     Text that is spelled like a special token is encoded as text, no token is added at the beginning or the end, and
-    BPE dropout is off.
-    Rows are padded on the left, for generation, with the padding token or, if there is none, with the end of text.
+    BPE dropout is off. Rows are padded on the left, for generation, with the padding token or, if there is none, with
+    the end of text.
 
-    tokenizer: a tokenizer of transformers is returned as it is. max_length: sequence length of training; transformers
-    warns about longer texts. Raises DataError for a file that is no tokenizer or has no end of text.
+    max_length: sequence length of training; transformers warns about longer texts.
     """
-    if isinstance(tokenizer, PreTrainedTokenizerFast):
-        return tokenizer
-    if not isinstance(tokenizer, Tokenizer):
-        tokenizer = Tokenizer.load(tokenizer)
     record = json.loads(tokenizer.text)
     for token in record.get("added_tokens") or []:
         # transformers would leave it as it is, and encode text as it
@@ -221,3 +216,107 @@ def as_tokenizer(
         model_input_names=["input_ids", "attention_mask"],
         model_max_length=max_length,
     )
+
+
+def write_code(model: Decoder, folder: Path) -> None:
+    """Write the modules of this decoder, and the module that names the classes of its mechanism.
+
+    Raises UserError if a module of the mechanism needs a package that is not available wherever transformers is.
+    """
+    connection, attention = type(model.connections[0]), attention_class(layer.attention for layer in model.layers)
+    sources = collect([DepthLMConfig.__module__, CausalLM.__module__, connection.__module__, attention.__module__])
+    files = {
+        flat_name(module): f"# Copied from {module.replace('.', '/')}.py by `python -m depthlm export`.\n{text}"
+        for module, text in sources.items()
+    }
+    names = [(CausalLM, "CausalLM"), (connection, "ConnectionClass"), (attention, "AttentionClass")]
+    imports = "\n".join(f"from .{flat_name(c.__module__)} import {c.__qualname__} as {name}" for c, name in names)
+    files[MODELING] = (
+        f'"""A decoder with {connection.__qualname__} connections and {attention.__qualname__}."""\n\n{imports}\n\n\n'
+        "class DepthLMForCausalLM(CausalLM):\n"
+        "    connection_class = ConnectionClass\n    attention_class = AttentionClass\n"
+    )
+    # transformers knows a class by the text of its file, and the model's class by the file of the configuration. With
+    # equal files, two exports of the same folder name in one process would share the model's class.
+    digest = hashlib.sha256("".join(f"{name}\n{files[name]}" for name in sorted(files)).encode()).hexdigest()
+    files[flat_name(DepthLMConfig.__module__)] += f"\n# SHA-256 of all code of this export: {digest}\n"
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+
+
+def collect(modules: Iterable[str]) -> dict[str, str]:
+    """Return the flattened text of these modules and of all that they import from depthlm or their packages."""
+    waiting, texts = list(modules), {}
+    packages = {name.partition(".")[0] for name in waiting}
+    while waiting:
+        module = waiting.pop()
+        if module not in texts:
+            texts[module], needed = flatten(module, packages)
+            waiting.extend(needed)
+    return texts
+
+
+def flatten(module: str, packages: set[str]) -> tuple[str, list[str]]:
+    """Return a module's text with imports from `packages` adapted to a flat folder, and the modules that it imports."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise UserError(f"{module}: not a file of Python code, so an export cannot include it")
+    file = Path(spec.origin)
+    text = file.read_text(encoding="utf-8")
+    tree, lines, needed = ast.parse(text), text.splitlines(keepends=True), []
+    # transformers does not require packages that are imported inside a `try`
+    optional = {id(node) for outer in ast.walk(tree) if isinstance(outer, ast.Try) for node in ast.walk(outer)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if _is_own(alias.name, packages):
+                    raise _refusal(file, node, f"import {alias.name}", f"write `from {alias.name} import ...`")
+                if id(node) not in optional:
+                    _check_available(alias.name, file, node)
+        elif isinstance(node, ast.ImportFrom):
+            source = node.module or ""
+            if node.level:
+                package = module if spec.submodule_search_locations is not None else module.rpartition(".")[0]
+                source = importlib.util.resolve_name("." * node.level + source, package)
+            elif not _is_own(source, packages):
+                if id(node) not in optional:
+                    _check_available(source, file, node)
+                continue
+            line = lines[node.lineno - 1]
+            start = len(line.encode()[: node.col_offset].decode())
+            words = f"from {'.' * node.level}{node.module or ''} import"
+            if any(_is_module(f"{source}.{alias.name}") for alias in node.names) or not line[start:].startswith(words):
+                raise _refusal(file, node, line.strip(), "import names from the module that defines them")
+            lines[node.lineno - 1] = f"{line[:start]}from .{flat_name(source)} import{line[start + len(words) :]}"
+            needed.append(source)
+    return "".join(lines), needed
+
+
+def flat_name(module: str) -> str:
+    """Return the name of a module's file in an export: depthlm_model_layers for depthlm.model.layers."""
+    return module.replace(".", "_")
+
+
+def _is_own(name: str, packages: set[str]) -> bool:
+    """Return whether a module is part of depthlm or of the user's code: a mechanism's package, or a local module."""
+    top = name.partition(".")[0]
+    if top in packages or top in AVAILABLE:
+        return top in packages
+    spec = importlib.util.find_spec(top)
+    return spec is not None and "site-packages" not in (spec.origin or "site-packages")
+
+
+def _check_available(name: str, file: Path, node: ast.stmt) -> None:
+    if name.partition(".")[0] not in AVAILABLE:
+        raise _refusal(file, node, f"import of {name}", "an export may only need PyTorch, transformers and NumPy")
+
+
+def _refusal(file: Path, node: ast.stmt, what: str, remedy: str) -> UserError:
+    return UserError(f"{file}:{node.lineno}: {what}: an export cannot include this; {remedy}")
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False

@@ -26,7 +26,7 @@ from depthlm.data.settings import Data
 from depthlm.evaluation.generation import _lines
 from depthlm.files import read_json
 from depthlm.hugging_face import export
-from depthlm.hugging_face.card import introduction, version_of
+from depthlm.hugging_face.card import corpus, version_of
 from depthlm.hugging_face.folder import check_folder
 from depthlm.pretrained.folder import load_weights, read_pretrained
 from depthlm.runs.checkpoints import missing_part, newest_checkpoint
@@ -118,7 +118,7 @@ def of_run(run: Path, overrides: list[str]) -> list[Target]:
 
     def environment(_: Path) -> Any:
         recorded = read_json(run / "environment.json")
-        return progress_of(read_run(run)).texts(), introduction(load_config(run), recorded), version_of(recorded)
+        return progress_of(read_run(run)).texts(), corpus(load_config(run), recorded), version_of(recorded)
 
     def configuration(_: Path) -> Any:
         list_runs(run.parent)

@@ -171,7 +171,6 @@ def test_the_tokenizer_adds_no_tokens(tmp_path):
     encoder = Encoder.from_str(bytes_tokenizer().text)
     encoder.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
     encoder.save(str(tmp_path / "tokenizer.json"))
-    ours, theirs = Tokenizer.load(tmp_path), as_tokenizer(tmp_path)
+    ours, theirs = Tokenizer.load(tmp_path), as_tokenizer(Tokenizer.load(tmp_path))
     assert theirs("ab").input_ids == ours.encode_batch(["ab"])[0] == [97, 98]
-    assert as_tokenizer(theirs) is theirs
     assert (theirs.pad_token, theirs.eos_token, theirs.padding_side) == ("<|padding|>", "<|endoftext|>", "left")

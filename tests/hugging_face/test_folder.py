@@ -10,8 +10,7 @@ from tokenizers import Tokenizer as Encoder
 from depthlm.data import Tokenizer, bytes_tokenizer
 from depthlm.errors import UserError
 from depthlm.hugging_face import export
-from depthlm.hugging_face.folder import as_tokenizer, write_tokenizer
-from depthlm.hugging_face.source import collect
+from depthlm.hugging_face.folder import as_tokenizer, collect, write_tokenizer
 
 
 def contents(folder: Path) -> dict[str, bytes]:
