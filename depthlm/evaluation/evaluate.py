@@ -1,7 +1,9 @@
-"""The command `python -m depthlm evaluate`: record the losses or accuracies of a run."""
+"""The command `python -m depthlm evaluate`: record the losses, bits per byte or accuracies of a run."""
 
+import json
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import chdir, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from rich import box
+from rich.progress import track
 from rich.table import Table
 
 from depthlm.build import load_checkpoint
@@ -16,7 +19,8 @@ from depthlm.config import Config
 from depthlm.config.saved import check_reach
 from depthlm.console import stdout_console
 from depthlm.counts import format_count
-from depthlm.data import Tokenizer
+from depthlm.data import DataError, DocumentRows, Manifest, TokenFiles, Tokenizer, open_corpus, validation_batches
+from depthlm.data.manifest import Split
 from depthlm.errors import UserError
 from depthlm.evaluation.harness import (
     SEED,
@@ -28,12 +32,13 @@ from depthlm.evaluation.harness import (
     run_job,
     task_manager,
 )
-from depthlm.evaluation.losses import add_results, folder_sets, measure_sets, run_sets
 from depthlm.fields import key
-from depthlm.losses import document_rows
+from depthlm.files import read_json, replace_text
+from depthlm.losses import TotalLoss, document_rows, total_loss
 from depthlm.machine.environment import Device, usable_device
 from depthlm.model import Decoder
 from depthlm.run_directory import RunDirectory
+from depthlm.runs.records import ValidationLosses, finite, text_key
 
 
 @dataclass
@@ -87,24 +92,21 @@ def evaluate(arguments: Evaluate) -> dict[str, Any]:
                 share = f"{validation_set.split.unknown_share:.1%} of its tokens are unknown, and hide text"
                 note = f"{validation_set.name}: {share}: it has no bits per byte"
                 stdout_console().print(note, markup=False, soft_wrap=True)
-        results = measure_sets(
-            model,
-            sets,
-            config.training.sequence_length,
-            arguments.batch_size,
-            autocast,
-            document_rows(config, tokenizer),
-        )
+        length, documents = config.training.sequence_length, document_rows(config, tokenizer)
+        results = measure_sets(model, sets, length, arguments.batch_size, autocast, documents)
     else:
         for scores in run_tasks(model, config, arguments, failures):
             results |= scores
             # a score on a part of the questions is not the task's score
             if arguments.limit is None:
                 add_results(RunDirectory(directory).evaluation, manifest.step, scores)
-    _show(results)
+    table = Table("", "", box=box.SIMPLE, show_header=False)
+    for name, value in results.items():
+        if not isinstance(value, str):
+            table.add_row(name, "-" if value is None else f"{value:.4f}", end_section=name.endswith("average"))
+    stdout_console().print(table)
     if arguments.limit is not None:
-        name = RunDirectory(directory).evaluation.name
-        stdout_console().print(f"limit={arguments.limit}: results are not written to {name}", markup=False)
+        stdout_console().print(f"limit={arguments.limit}: results are not written to evaluation.json", markup=False)
     elif results:
         path = RunDirectory(directory).evaluation
         results = add_results(path, manifest.step, results)
@@ -160,9 +162,96 @@ def _check(arguments: Evaluate) -> None:
         raise UserError(f"shots={','.join(map(str, arguments.shots or []))}: must be at least 0")
 
 
-def _show(results: dict[str, Any]) -> None:
-    table = Table("", "", box=box.SIMPLE, show_header=False)
-    for name, value in results.items():
-        if not isinstance(value, str):
-            table.add_row(name, "-" if value is None else f"{value:.4f}", end_section=name.endswith("average"))
-    stdout_console().print(table)
+@dataclass(frozen=True)
+class ValidationSet:
+    """A tokenized validation set. split: its record."""
+
+    name: str
+    tokens: TokenFiles
+    split: Split
+
+    def bits_per_byte(self, total: TotalLoss) -> float | None:
+        """Return a loss in bits per byte, which is comparable across tokenizers (the Pile, arXiv 2101.00027, 3.1).
+
+        None if it is not finite, or unknown tokens hide some of the text.
+        """
+        return None if self.split.hides_text else finite(total.nats / math.log(2) / self.split.bytes)
+
+
+def run_sets(config: Config) -> list[ValidationSet]:
+    """Return the validation sets of a run. Raises DataError if their token files do not exist."""
+    corpus = open_corpus(config.data)
+    return [
+        ValidationSet(name, tokens, next(iter(corpus.manifests[name].validation.values())))
+        for name, tokens in corpus.validation.items()
+    ]
+
+
+def folder_sets(folders: Iterable[str], tokenizer: Tokenizer) -> list[ValidationSet]:
+    """Return the validation sets of folders of token files, named after the folders.
+
+    Raises DataError for a folder that was prepared with another tokenizer than the run's, or two folders of one name.
+    """
+    sets: list[ValidationSet] = []
+    for folder in map(Path, folders):
+        if not Manifest.exists(folder):
+            remedy = "Prepare them: python data/prepare.py with data.path=<folder> and the run's tokenizer, "
+            raise DataError("sets=: no token files", folder, remedy + "data.tokenizer=<run directory>/tokenizer.json.")
+        manifest = Manifest.read(folder)
+        if (manifest.tokenizer, Tokenizer.load(folder).end_of_text) != (tokenizer.fingerprint, tokenizer.end_of_text):
+            remedy = "Prepare it with the run's: data.tokenizer=<run directory>/tokenizer.json."
+            raise DataError("prepared with another tokenizer than the run's: its ids mean other text", folder, remedy)
+        if any(other.name == folder.name for other in sets):
+            raise DataError("two folders of this name", folder, "Rename one: results are named after the folder.")
+        (split,) = manifest.validation.values()
+        tokens = TokenFiles(folder, split.files, manifest.dtype, vocab_size=manifest.vocab_size)
+        sets.append(ValidationSet(folder.name, tokens, split))
+    return sets
+
+
+def measure_sets(
+    model: Decoder,
+    sets: Iterable[ValidationSet],
+    sequence_length: int,
+    batch_size: int,
+    autocast: torch.autocast,
+    documents: DocumentRows | None = None,
+) -> dict[str, float | str | None]:
+    """Return `validation/<set>/loss` in nats per token, `.../perplexity` and `.../bits_per_byte`; None if not finite
+    or, for bits per byte, if unknown tokens hide some of the text. `.../text` names what was measured.
+
+    A set is split into consecutive windows of sequence_length, the last one shorter, or into its documents. Every token
+    except the first is a target exactly once, and the bytes are those of all targets.
+    """
+    device = next(model.parameters()).device
+    losses: dict[str, float | str | None] = {}
+    for validation_set in sets:
+        windows = -(-(len(validation_set.tokens) - 1) // sequence_length)
+        batches: Iterator = validation_batches(validation_set.tokens, sequence_length, batch_size, documents=documents)
+        shown = track(
+            batches,
+            f"{validation_set.name}: {len(validation_set.tokens):,} tokens",
+            total=-(-windows // batch_size) if documents is None else None,
+            transient=True,
+        )
+        with autocast:
+            total = total_loss(model, shown, device)
+        losses |= ValidationLosses({validation_set.name: finite(total.mean)}).row()
+        losses[f"validation/{validation_set.name}/bits_per_byte"] = validation_set.bits_per_byte(total)
+        losses[text_key(validation_set.name)] = validation_set.split.first_tokens(len(validation_set.tokens))
+    return losses
+
+
+def add_results(path: Path, step: int, results: dict[str, Any]) -> dict[str, Any]:
+    """Add results of the checkpoint of a step to evaluation.json, and return its content.
+
+    Results of another checkpoint are dropped. Raises UserError if the file cannot be written.
+    """
+    before = read_json(path)
+    kept = before if before.get("step") == step else {}
+    recorded = {"step": step} | kept | results
+    try:
+        replace_text(path, json.dumps(recorded, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
+    return recorded

@@ -20,6 +20,7 @@ from depthlm.data import Tokenizer, validation_batches
 from depthlm.distributed.calls import Call, Send, StoppedError, serve
 from depthlm.distributed.watchdog import Activity
 from depthlm.errors import UserError
+from depthlm.evaluation.evaluate import add_results, folder_sets
 from depthlm.evaluation.harness import (
     SEED,
     Job,
@@ -31,7 +32,6 @@ from depthlm.evaluation.harness import (
     run_job,
     task_manager,
 )
-from depthlm.evaluation.losses import add_results, folder_sets
 from depthlm.losses import TotalLoss, document_rows, local_loss
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import finite, perplexity
