@@ -198,23 +198,6 @@ def documents(
                 yield record.name, record.text
 
 
-def first_mistakes(
-    files: Iterable[TextFile], text_field: str, cut: bool, longest: int, skips_bad: bool
-) -> Iterator[str]:
-    """Yield the mistake in the first document of each local file that has one.
-
-    skips_bad: whether bad documents are skipped, so that only files that cannot be read are reported.
-    """
-    for file in files:
-        try:
-            record = next(Reader(file, text_field, cut, longest).records(), None)
-        except DataError as error:
-            yield f"{error.where}: {error.what}. {error.remedy}"
-        else:
-            if record is not None and record.text is None and record.bad != "empty" and not skips_bad:
-                yield f"{file.location}: {record.why}"
-
-
 def is_validation(identity: str, fraction: float) -> bool:
     """Return whether a document is held out: true for a share `fraction` of all. identity: its text or its name."""
     return fraction >= 1 or (fraction > 0 and hash_share(identity) < fraction)

@@ -20,7 +20,8 @@ from depthlm.data.corpora.formats import TextFile
 from depthlm.data.corpora.sources import TextFiles
 from depthlm.data.manifest import Manifest, dtype_of, little_endian
 from depthlm.data.preparation.progress import Position, ProgressBar, ProgressFile, SplitWriter
-from depthlm.data.settings import Data
+from depthlm.data.settings import Data, Source
+from depthlm.data.token_files import quota, vocab_size
 from depthlm.data.tokenizers import Tokenizer
 from depthlm.errors import DataError
 from depthlm.machine import environment
@@ -60,37 +61,45 @@ ROW = np.dtype(
 class Job:
     """What is prepared: a source and everything that determines its token files.
 
-    cut: whether a plain-text file is cut into many documents. validation_only: all documents are held out.
-    quota: the number of training tokens after which to stop; null: all. vocab_size: an upper bound of the ids; a
-    tokenizer that is trained on little text may have fewer tokens. folder: where the token files are prepared.
+    folder: where the token files are prepared.
     """
 
     name: str
-    files: TextFiles
-    text_field: str
-    cut: bool
-    validation_only: bool
-    quota: int | None
-    vocab_size: int
-    settings: dict[str, Any]
+    source: Source
     data: Data
+    files: TextFiles
+    settings: dict[str, Any]
     tokenizer: Tokenizer
     folder: Path
     console: Console
+
+    @property
+    def validation_only(self) -> bool:
+        """Whether all documents are held out."""
+        return self.name in self.data.validation
+
+    @cached_property
+    def quota(self) -> int | None:
+        """The number of training tokens after which to stop; None: all."""
+        return None if self.validation_only else quota(self.name, self.data)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """An upper bound of the ids; a tokenizer that is trained on little text may have fewer tokens."""
+        return vocab_size(self.data)
 
     @cached_property
     def sections(self) -> list["Section"]:
         """The files of the source in the order in which they are read."""
         if self.validation_only:
             return [Section(self.files.train, 1.0)]
-        fraction = held_out_fraction(self.files, self.text_field, self.cut, self.data)
         held_out = [Section(self.files.held_out, 1.0)] if self.files.held_out else []
-        return [*held_out, Section(self.files.train, fraction)]
+        return [*held_out, Section(self.files.train, held_out_fraction(self.files, self.source, self.data))]
 
     @cached_property
     def held_out_texts(self) -> frozenset[bytes]:
         """The digests of all documents in the files that are held out, which are not trained on."""
-        texts = documents(self.files.held_out or (), self.text_field, self.cut, self.data.max_document_bytes)
+        texts = documents(self.files.held_out or (), *reading(self.source, self.data))
         return frozenset(digest_of(text) for _, text in texts)
 
 
@@ -188,11 +197,17 @@ def encoded_batches(job: Job, position: Position) -> Generator[Encoded]:
                 future.cancel()
 
 
-def held_out_fraction(files: TextFiles, text_field: str, cut: bool, data: Data) -> float:
+def reading(source: Source, data: Data) -> tuple[str, bool, int]:
+    """Return the text_field, cut and longest of the `Reader` of a source, in which a single file is cut."""
+    is_cut = source.source is not None and Path(source.source).is_file()
+    return source.text_field or "", is_cut, data.max_document_bytes
+
+
+def held_out_fraction(files: TextFiles, source: Source, data: Data) -> float:
     """Return the share of documents to hold out: 0 with held-out files, else enough for at least one document."""
     if files.held_out is not None:
         return 0.0
-    every_document = documents(files.train, text_field, cut, data.max_document_bytes)
+    every_document = documents(files.train, *reading(source, data))
     return held_out_share((identity(name, text, data) for name, text in every_document), data.validation_fraction)
 
 
@@ -238,14 +253,14 @@ def _batches(job: Job, start: Position) -> Iterator[tuple[list[Piece], float]]:
 
 def _pieces(job: Job, start: Position) -> Iterator[tuple[Piece, int, Reader]]:
     """Yield each piece with the number of files fully read before it and the reader of its file."""
-    files_read = -1
+    files_read, limits = -1, reading(job.source, job.data)
     for section, (files, fraction) in enumerate(job.sections):
         for index, file in enumerate(files):
             files_read += 1
             if (section, index) < start[:2]:
                 continue
             first_record = start.record if (section, index) == start[:2] else 0
-            reader = Reader(file, job.text_field, job.cut, job.data.max_document_bytes)
+            reader = Reader(file, *limits)
             for record in reader.records(first_record):
                 after = Position(section, index, record.next)
                 if record.text is None:

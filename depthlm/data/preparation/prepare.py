@@ -16,15 +16,14 @@ from typing import Any
 from rich.console import Console
 
 from depthlm.console import stderr_console
-from depthlm.data.corpora.documents import REASONS, documents, first_mistakes, is_validation
+from depthlm.data.corpora.documents import REASONS, documents, is_validation
 from depthlm.data.corpora.sources import all_sources, is_remote, text_files, train_sources
 from depthlm.data.manifest import Manifest, check_sizes
 from depthlm.data.preparation import progress as progress_file
-from depthlm.data.preparation.encode import Job, encode, held_out_fraction, identity
+from depthlm.data.preparation.encode import Job, encode, held_out_fraction, identity, reading
 from depthlm.data.preparation.estimate import check_disk_space
 from depthlm.data.settings import Data, Source
-from depthlm.data.token_files import check_settings, quota, settings, token_folder
-from depthlm.data.token_files import vocab_size as vocab_size_of
+from depthlm.data.token_files import check_settings, settings, token_folder
 from depthlm.data.tokenizers import (
     TOKENIZER_CONFIG,
     Tokenizer,
@@ -106,9 +105,9 @@ def make_tokenizer(data: Data, console: Console) -> Tokenizer:
 
 def _text_for_training(data: Data) -> Iterator[str]:
     for name, source in train_sources(data).items():
-        files, cut, field = text_files(name, source), _is_cut(source), source.text_field or ""
-        fraction = held_out_fraction(files, field, cut, data)
-        pairs = documents(files.train, field, cut, data.max_document_bytes)
+        files = text_files(name, source)
+        fraction = held_out_fraction(files, source, data)
+        pairs = documents(files.train, *reading(source, data))
         train_pairs = ((name, text) for name, text in pairs if not is_validation(identity(name, text, data), fraction))
         yield from sample(train_pairs, sample_bytes(data.vocab_size), files.description.get("bytes"))
 
@@ -151,35 +150,14 @@ class _Preparation:
         if not is_remote(self.source):
             text_files(self.name, self.source)  # raises for missing text before anything is created
         remedy = "Free some space or fix the cause, then run the same command: it resumes from the last complete shard."
-        try:
-            with name_refusals(self.folder, remedy):
-                self.target.parent.mkdir(parents=True, exist_ok=True)
-                with lock_tokens(self.target, self.console) as complete:
-                    if complete:
-                        self.check_existing()
-                    else:
-                        self.make()
-        except DataError as error:
-            raise self.with_other_files(error) from error
+        with name_refusals(self.folder, remedy):
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            with lock_tokens(self.target, self.console) as complete:
+                if complete:
+                    self.check_existing()
+                else:
+                    self.make()
         return self.folder
-
-    def with_other_files(self, error: DataError) -> DataError:
-        """Return an error that names all files that cannot be read, if the given one is about one of them."""
-        source, data = self.source, self.data
-        if is_remote(source):
-            return error
-        files = text_files(self.name, source)
-        listed = [*files.train, *(files.held_out or ())]
-        if error.where not in {file.location for file in listed}:
-            return error
-        root, skips_bad = str(files.description["root"]), data.on_bad_document == "skip"
-        limits = source.text_field or "", _is_cut(source), data.max_document_bytes, skips_bad
-        reasons = list(first_mistakes(listed, *limits))
-        if len(reasons) < 2:
-            return error
-        skip = "" if skips_bad else ", or set data.on_bad_document=skip to skip and count bad documents"
-        listing = "".join(f"\n  - {reason}" for reason in reasons)
-        return DataError(f"{len(reasons)} files cannot be read", root, f"Fix or remove them{skip}:{listing}")
 
     def make(self) -> None:
         """Make the token files; they must not exist, and the lock must be held."""
@@ -199,7 +177,6 @@ class _Preparation:
         source, target, partial, console = self.source, self.target, self.partial, self.console
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise DataError("token files need an empty folder", target, "Empty it, or set another data.path.")
-        progress_file.check_mark(partial, self.settings)
         earlier = progress_file.read(partial)
         if earlier is not None and earlier["settings"] != self.settings:
             earlier = None
@@ -208,9 +185,7 @@ class _Preparation:
             console.print(f"not read in {source.source}: {note}", markup=False)
         if earlier is None or earlier["source"] != files.description or earlier["state"] != files.state:
             if partial.exists():
-                why = (
-                    "it has no complete shard or no valid progress.json" if earlier is None else "its text has changed"
-                )
+                why = "no complete shard or no valid progress.json" if earlier is None else "its text has changed"
                 console.print(f"restarting {target} from scratch: {why}")
                 progress_file.clear(partial)
             needed = check_disk_space(self.name, source, self.data, target.parent)
@@ -224,21 +199,8 @@ class _Preparation:
                 console.print(f"note: {source.source} {_MAY_HAVE_CHANGED} since {target} was begun")
                 # so that the manifest shows the change too
                 files = dataclasses.replace(files, times=earlier.get("times") or "")
-        is_validation_set = self.name in self.data.validation
-        return Job(
-            name=self.name,
-            files=files,
-            text_field=source.text_field or "",
-            cut=_is_cut(source),
-            validation_only=is_validation_set,
-            quota=None if is_validation_set else quota(self.name, self.data),
-            vocab_size=vocab_size_of(self.data),
-            settings=self.settings,
-            data=self.data,
-            tokenizer=Tokenizer.load(partial),
-            folder=partial,
-            console=console,
-        )
+        tokenizer = Tokenizer.load(partial)
+        return Job(self.name, source, self.data, files, self.settings, tokenizer, partial, console)
 
     def check_existing(self) -> None:
         """Check complete token files, and note a change of their text. Raises DataError if they cannot be used."""
@@ -295,10 +257,6 @@ def publish(partial: Path, target: Path) -> None:
         target.rmdir()
     partial.rename(target)
     sync(target.parent)
-
-
-def _is_cut(source: Source) -> bool:
-    return source.source is not None and Path(source.source).is_file()
 
 
 def _print_summary(manifest: Manifest, target: Path, seconds: float, console: Console) -> None:
