@@ -15,12 +15,12 @@ from depthlm.console import stderr_console
 from depthlm.data.corpora.documents import document_digest, share_of
 from depthlm.data.manifest import VERSION, Manifest, dtype_of, little_endian
 from depthlm.data.preparation import progress as progress_file
-from depthlm.data.preparation.prepare import check_name, lock_tokens, name_refusals, publish
+from depthlm.data.preparation.prepare import check_empty, check_name, lock_tokens, publish
 from depthlm.data.preparation.progress import SplitWriter
 from depthlm.data.settings import SHARD_TOKENS
 from depthlm.data.tokenizers import REMEDY, Tokenizer, bytes_tokenizer, check_end_of_text, pretrained_tokenizer
 from depthlm.errors import DataError
-from depthlm.files import open_regular, sync
+from depthlm.files import open_regular
 
 DTYPES = ("uint16", "uint32", "uint64", "int32", "int64")
 # ids in memory at a time
@@ -165,14 +165,11 @@ def import_tokens(job: Import) -> Manifest:
     Raises DataError where a file cannot be read, changes, has another dtype or an id beyond the vocabulary, the last
     document has no end of text, a split would have no document, or the folder cannot be written.
     """
-    console = stderr_console()
     target = job.folder.resolve()
     check_name(target.name)
     files = [_Ids(file, job.dtype) for file in job.files]
-    with name_refusals(job.folder, "Free some space or fix the cause, then run the same command again."):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with lock_tokens(target, console):
-            return _import(job, files, target)
+    with lock_tokens(target, "Free some space or fix the cause, then run the same command again.", stderr_console()):
+        return _import(job, files, target)
 
 
 def _import(job: Import, files: Sequence[_Ids], target: Path) -> Manifest:
@@ -190,15 +187,12 @@ def _import(job: Import, files: Sequence[_Ids], target: Path) -> Manifest:
         if manifest.settings != settings:
             raise DataError("the folder has other token files", job.folder, "Set another --to, or remove it.")
         return manifest
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise DataError("token files need an empty folder", job.folder, "Empty it, or set another --to.")
+    check_empty(target)
     partial = target.with_name(f"{target.name}.partial")
     progress_file.check_mark(partial, settings)
     if partial.exists():
         progress_file.clear(partial)
-    partial.mkdir(exist_ok=True)
-    progress_file.mark(partial, settings)
-    sync(job.tokenizer.save(partial))
+    progress_file.begin(partial, settings, job.tokenizer)
     manifest = _write(job, files, flags, partial, settings)
     manifest.write(partial)
     publish(partial, target)

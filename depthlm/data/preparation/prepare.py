@@ -150,13 +150,11 @@ class _Preparation:
         if not is_remote(self.source):
             text_files(self.name, self.source)  # raises for missing text before anything is created
         remedy = "Free some space or fix the cause, then run the same command: it resumes from the last complete shard."
-        with name_refusals(self.folder, remedy):
-            self.target.parent.mkdir(parents=True, exist_ok=True)
-            with lock_tokens(self.target, self.console) as complete:
-                if complete:
-                    self.check_existing()
-                else:
-                    self.make()
+        with lock_tokens(self.target, remedy, self.console) as complete:
+            if complete:
+                self.check_existing()
+            else:
+                self.make()
         return self.folder
 
     def make(self) -> None:
@@ -175,8 +173,7 @@ class _Preparation:
     def begin(self) -> Job:
         """Create the folder in preparation with its tokenizer, or resume in a folder of the same settings and text."""
         source, target, partial, console = self.source, self.target, self.partial, self.console
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise DataError("token files need an empty folder", target, "Empty it, or set another data.path.")
+        check_empty(target)
         earlier = progress_file.read(partial)
         if earlier is not None and earlier["settings"] != self.settings:
             earlier = None
@@ -190,9 +187,7 @@ class _Preparation:
                 progress_file.clear(partial)
             needed = check_disk_space(self.name, source, self.data, target.parent)
             console.print(f"preparing {target}{f': {needed.words()}' if needed is not None else ''}")
-            partial.mkdir(exist_ok=True)
-            progress_file.mark(partial, self.settings)
-            sync(self.tokenizer().save(partial))
+            progress_file.begin(partial, self.settings, self.tokenizer())
         else:
             console.print(f"resuming {target}")
             if earlier.get("times") != files.times:
@@ -221,26 +216,30 @@ class _Preparation:
 
 
 @contextmanager
-def name_refusals(folder: Path, remedy: str) -> Iterator[None]:
-    """Raise what the system refuses while token files are made, such as on a full disk, as DataError."""
+def lock_tokens(target: Path, remedy: str, console: Console) -> Iterator[bool]:
+    """Hold the lock of a folder of token files, and yield whether it is complete.
+
+    Raises what the system refuses within the context, such as on a full disk, as DataError.
+    """
     try:
-        yield
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # The lock file is never removed: a third process could then lock a new file while the second holds the old one.
+        with open_appending(target.with_name(f".{target.name}.lock")) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                console.print(f"waiting for the process that prepares {target}")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield Manifest.exists(target)
     except (OSError, MemoryError) as error:
         reason = str(error) or "out of memory"
-        raise DataError(f"cannot prepare token files ({reason})", folder, remedy) from error
+        raise DataError(f"cannot prepare token files ({reason})", target, remedy) from error
 
 
-@contextmanager
-def lock_tokens(target: Path, console: Console) -> Iterator[bool]:
-    """Hold the lock of a folder of token files, and yield whether it is complete."""
-    # The lock file is never removed: a third process could then lock a new file while the second holds the old one.
-    with open_appending(target.with_name(f".{target.name}.lock")) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            console.print(f"waiting for the process that prepares {target}")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield Manifest.exists(target)
+def check_empty(target: Path) -> None:
+    """Raise DataError if something is in the place of new token files."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise DataError("token files need an empty folder", target, "Empty it, or give another folder.")
 
 
 def publish(partial: Path, target: Path) -> None:

@@ -20,7 +20,7 @@ from depthlm.data.corpora.sources import TextFiles
 from depthlm.data.manifest import FILE_NAME as MANIFEST
 from depthlm.data.manifest import Shard, Split, little_endian
 from depthlm.data.token_files import differences
-from depthlm.data.tokenizers import TOKENIZER_CONFIG
+from depthlm.data.tokenizers import TOKENIZER_CONFIG, Tokenizer
 from depthlm.errors import DataError
 from depthlm.files import read_json, read_record, replace_text, sync, write_record
 
@@ -177,11 +177,6 @@ def read(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def mark(folder: Path, settings: dict[str, Any]) -> None:
-    """Mark a new folder as one in preparation with these settings."""
-    replace_text(folder / MARK, json.dumps({"settings": settings}))
-
-
 def check_mark(folder: Path, settings: dict[str, Any]) -> None:
     """Raise DataError if a folder exists, is not empty, and is not marked as one in preparation with these settings."""
     if not folder.exists():
@@ -207,6 +202,13 @@ def clear(folder: Path) -> None:
         if file.name != MARK:
             shutil.rmtree(file) if file.is_dir() and not file.is_symlink() else file.unlink()
     sync(folder)
+
+
+def begin(folder: Path, settings: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Mark a folder, which is new or cleared, as one in preparation with these settings, and save the tokenizer."""
+    folder.mkdir(exist_ok=True)
+    replace_text(folder / MARK, json.dumps({"settings": settings}))
+    sync(tokenizer.save(folder))
 
 
 class ProgressBar(Progress):
