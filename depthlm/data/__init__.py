@@ -6,8 +6,7 @@ from depthlm.data.corpora.documents import documents, is_validation
 from depthlm.data.corpora.sources import text_files, train_sources, validation_sources
 from depthlm.data.manifest import Manifest, verify
 from depthlm.data.mixture import shares
-from depthlm.data.preparation.estimate import check_prepared
-from depthlm.data.preparation.prepare import prepare
+from depthlm.data.preparation.prepare import check_prepared, prepare
 from depthlm.data.token_files import (
     Corpus,
     TokenFiles,
@@ -22,8 +21,7 @@ from depthlm.errors import DataError
 from depthlm.lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from depthlm.data.sampler import IGNORED, Batches, loader, sample_windows
-    from depthlm.data.validation import DocumentRows, validation_batches
+    from depthlm.data.sampler import IGNORED, Batches, DocumentRows, loader, sample_windows, validation_batches
 
 __all__ = [
     "IGNORED",
@@ -56,8 +54,5 @@ __all__ = [
     "vocab_size",
 ]
 
-__getattr__ = lazy_attributes(
-    __name__,
-    dict.fromkeys(("IGNORED", "Batches", "loader", "sample_windows"), "sampler")
-    | dict.fromkeys(("DocumentRows", "validation_batches"), "validation"),
-)
+_IN_SAMPLER = ("IGNORED", "Batches", "DocumentRows", "loader", "sample_windows", "validation_batches")
+__getattr__ = lazy_attributes(__name__, dict.fromkeys(_IN_SAMPLER, "sampler"))

@@ -11,19 +11,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.filesize import decimal
 
 from depthlm.console import stderr_console
+from depthlm.counts import count_text, duration_text, format_count
 from depthlm.data.corpora.documents import REASONS, documents, is_validation
+from depthlm.data.corpora.formats import PARQUET, split_codec
 from depthlm.data.corpora.sources import all_sources, is_remote, text_files, train_sources
-from depthlm.data.manifest import Manifest, check_sizes
+from depthlm.data.manifest import Manifest, check_sizes, dtype_of, little_endian
 from depthlm.data.preparation import progress as progress_file
 from depthlm.data.preparation.encode import Job, encode, held_out_fraction, identity, reading
-from depthlm.data.preparation.estimate import check_disk_space
 from depthlm.data.settings import Data, Source
-from depthlm.data.token_files import check_settings, settings, token_folder
+from depthlm.data.token_files import check_settings, quota, settings, token_folder, vocab_size
 from depthlm.data.tokenizers import (
     TOKENIZER_CONFIG,
     Tokenizer,
@@ -38,7 +40,16 @@ from depthlm.data.tokenizers import (
 )
 from depthlm.errors import DataError
 from depthlm.files import open_appending, sync
+from depthlm.machine import environment
 
+# Bytes of text that one core tokenises per second with a BPE of 50 000 tokens.
+BYTES_PER_CORE_SECOND = 2e6
+# A lower bound of the bytes of text per token: English has 4.4 with such a BPE, code has 3 with a small one.
+BYTES_PER_TOKEN = 3.0
+# Uncompressed bytes per compressed byte, for local files.
+COMPRESSION = 2.7
+# Training prepares up to this many bytes of text itself, which takes some minutes.
+MAX_TRAINING_BYTES = 2**30
 _MAY_HAVE_CHANGED = "may have changed (the same names and sizes, but files were written, copied or renamed)"
 
 
@@ -278,3 +289,71 @@ def _warn_of_unknown(manifest: Manifest, folder: Path, console: Console) -> None
                 f"warning: {folder}, {stem}: {split.unknown_share:.1%} of the tokens stand for text that the tokenizer "
                 "does not know: this text is lost, and bits per byte mean nothing; set data.tokenizer to one for it"
             )
+
+
+class Estimate(NamedTuple):
+    """What preparing takes: tokens, bytes of token files, text and download, and seconds on this machine."""
+
+    tokens: float
+    disk_bytes: float
+    text_bytes: float
+    download_bytes: float
+    seconds: float
+
+    def words(self) -> str:
+        """Return the estimate in words."""
+        disk = f"about {decimal(round(self.disk_bytes))} of disk for {count_text(round(self.tokens))} tokens"
+        download = f"{decimal(round(self.download_bytes))} of download, " if self.download_bytes else ""
+        cores = format_count(environment.cores(), "core")
+        return f"{disk}, {download}{duration_text(self.seconds)} on {cores} of this machine"
+
+
+def estimate(name: str, source: Source, data: Data) -> Estimate | None:
+    """Return the estimate for a source; null where its size is unknown. Raises DataError where its text is missing."""
+    text_bytes, download = source.text_bytes, source.download_bytes or 0
+    known_tokens = source.num_tokens if data.tokenizer != "bytes" else None
+    if not is_remote(source):
+        files = text_files(name, source)
+        text_bytes = download = 0
+        known_tokens = None
+        for file in (*files.train, *(files.held_out or ())):
+            plain, codec = split_codec(file.name)
+            is_compressed = codec is not None or plain.endswith(PARQUET)
+            text_bytes += round(Path(file.location).stat().st_size * (COMPRESSION if is_compressed else 1))
+    if text_bytes is None:
+        return None
+    tokens = known_tokens or text_bytes / (1.0 if data.tokenizer == "bytes" else BYTES_PER_TOKEN)
+    limit = None if name in data.validation else quota(name, data)
+    share = min(1.0, limit / tokens) if limit is not None else 1.0
+    token_bytes = share * tokens * little_endian(dtype_of(vocab_size(data))).itemsize
+    seconds = share * text_bytes / (BYTES_PER_CORE_SECOND * environment.cores())
+    return Estimate(share * tokens, token_bytes, share * text_bytes, share * download, seconds)
+
+
+def check_disk_space(name: str, source: Source, data: Data, folder: Path) -> Estimate | None:
+    """Return the estimate. Raises DataError where the folder's disk has less free space than the token files take."""
+    needed, free = estimate(name, source, data), shutil.disk_usage(folder).free
+    if needed is not None and needed.disk_bytes > free:
+        takes = decimal(round(needed.disk_bytes))
+        what = f"{name}'s token files will take about {takes} while they are prepared, and {decimal(free)} are free"
+        raise DataError(what, folder, "Free some space, set data.path to another disk, or lower data.max_tokens.")
+    return needed
+
+
+def check_prepared(data: Data, command: Callable[[], str]) -> None:
+    """Raise DataError where a source is not prepared and is too large for training to prepare.
+
+    command: returns the command that prepares it; called only for the error message.
+    """
+    missing = {}
+    for name, source in all_sources(data).items():
+        if not Manifest.exists(token_folder(name, source, data)):
+            missing[name] = estimate(name, source, data)
+    known = [needed for needed in missing.values() if needed is not None]
+    if len(known) == len(missing) and sum(needed.text_bytes for needed in known) <= MAX_TRAINING_BYTES:
+        return
+    takes = [Estimate(*map(sum, zip(*known, strict=True))).words()] if known else []
+    if unknown := [name for name, needed in missing.items() if needed is None]:
+        takes.append(f"an unknown amount for {', '.join(unknown)}")
+    remedy = f"Prepare it, which takes {', '.join(takes)}:\n    {command()}"
+    raise DataError(f"not prepared: {', '.join(missing)}", f"data={data.name}", remedy)

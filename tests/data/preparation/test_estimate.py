@@ -5,7 +5,7 @@ import pytest
 import depthlm
 from depthlm.config import prepare_command
 from depthlm.data import DataError, check_prepared, prepare
-from depthlm.data.preparation.estimate import BYTES_PER_CORE_SECOND, estimate
+from depthlm.data.preparation.prepare import BYTES_PER_CORE_SECOND, estimate
 from depthlm.data.settings import Data, Source
 
 
@@ -29,7 +29,7 @@ def test_the_estimate_of_a_hub_corpus_is_the_prepared_share_of_the_configured_si
 
 def test_training_refuses_a_large_or_unknown_corpus_and_prints_the_command_that_prepares_it(local, monkeypatch):
     check_prepared(local(), lambda: "prepare it")
-    monkeypatch.setattr("depthlm.data.preparation.estimate.MAX_TRAINING_BYTES", 10)
+    monkeypatch.setattr("depthlm.data.preparation.prepare.MAX_TRAINING_BYTES", 10)
     with pytest.raises(DataError, match=r"not prepared: local.* of disk .* [0-9]+ (s|min) on.*\n +prepare it"):
         check_prepared(local(), lambda: "prepare it")
     prepare(local())
