@@ -142,14 +142,12 @@ def verify(folder: str | Path, show: Callable[[int], object] = lambda read: None
     show: called after each file with its number of bytes.
     """
     manifest = Manifest.read(folder)
-    expected = {"tokenizer.json": manifest.tokenizer}
-    expected |= {shard.name: shard.sha256 for split in manifest.splits().values() for shard in split.files}
-    for name, sha256 in expected.items():
+    check_sizes(folder, manifest)
+    expected = {shard.name: shard.sha256 for split in manifest.splits().values() for shard in split.files}
+    for name, sha256 in ({"tokenizer.json": manifest.tokenizer} | expected).items():
         file = Path(folder, name)
-        if not os.path.isfile(file):  # Path.is_file raises OSError for a name that is too long
-            raise DataError("a token file is missing", file, _REMEDY)
-        if digest(file) != sha256:
-            raise DataError("a token file differs from its digest in the manifest", file, _REMEDY)
+        if not file.is_file() or digest(file) != sha256:
+            raise DataError("a token file is missing, or differs from its digest in the manifest", file, _REMEDY)
         show(file.stat().st_size)
 
 
@@ -159,7 +157,7 @@ def check_sizes(folder: str | Path, manifest: Manifest) -> None:
     for split in manifest.splits().values():
         for shard in split.files:
             file = Path(folder, shard.name)
-            if not os.path.isfile(file):
+            if not os.path.isfile(file):  # Path.is_file raises OSError for a name that is too long
                 raise DataError("a token file is missing", file, _REMEDY)
             size, expected = file.stat().st_size, shard.tokens * item_bytes
             if size != expected:

@@ -1,8 +1,4 @@
-"""Token files and the corpus to train on.
-
-This module reads token files. It also has the settings that determine their bytes, and the folder that is named by a
-digest of these settings.
-"""
+"""Token files, the corpus to train on, the settings that determine the bytes of a folder, and its name."""
 
 import hashlib
 import json
@@ -158,10 +154,9 @@ def open_corpus(data: Data) -> Corpus:
             raise DataError("tokenizer.json is not the one the tokens were made with", folder, remedy)
         tokenizers[tokenizer.fingerprint, tokenizer.end_of_text] = tokenizer
         if len(tokenizers) > 1:
+            what = "token files made with another tokenizer or end of text than those of the first source"
             remedy = "Prepare all sources and validation sets with one data.tokenizer and one data.end_of_text."
-            raise DataError(
-                "token files made with another tokenizer or end of text than those of the first source", folder, remedy
-            )
+            raise DataError(what, folder, remedy)
         if name in sources:
             limit = quota(name, data)
             tokens = manifest.train.tokens if limit is None else min(limit, manifest.train.tokens)
@@ -275,9 +270,9 @@ def _text(name: str, source: Source) -> dict[str, Any]:
     if source.source is None:
         return {"corpus": name, "python": platform.python_version()}
     # independent of whether the text still exists: its tokens outlive it
-    text = {"source": str(Path(source.source).resolve()), "text_field": source.text_field, "piece": [PIECE, PIECES]}
-    patterns = {"files": source.files, "validation_files": source.validation_files}
-    return text | patterns | {"suffixes": sorted(source.suffixes or ())}
+    text = {name: getattr(source, name) for name in ("text_field", "files", "validation_files")}
+    root = str(Path(source.source).resolve())
+    return text | {"source": root, "piece": [PIECE, PIECES], "suffixes": sorted(source.suffixes or ())}
 
 
 def _tokenizer(data: Data) -> dict[str, Any]:
