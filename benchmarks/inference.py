@@ -27,7 +27,7 @@ from depthlm.config import compose_anywhere, mechanisms
 from depthlm.machine import environment
 from depthlm.model import Decoder
 from depthlm.model.generation import generate, prefill
-from depthlm.pretrained.native import native_type
+from depthlm.pretrained.folder import native_type
 
 TABLES = reporting.TABLES / "inference"
 CUDA = torch.cuda.is_available()

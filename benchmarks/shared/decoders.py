@@ -15,7 +15,7 @@ from depthlm.build import build_model
 from depthlm.config import Config
 from depthlm.distributed.launchers import ranks
 from depthlm.model import Decoder, compile_sublayers
-from depthlm.pretrained.native import export_name, native_config, native_type
+from depthlm.pretrained.folder import export_name, native_config, native_type
 from depthlm.training.engine import build_engine
 from depthlm.training.graphs import MicroBatchGraphs, make_graphs
 from depthlm.training.plan import Plan, make_plan
@@ -99,10 +99,6 @@ def transformers_decoder(model: Decoder) -> nn.Module:
     with next(iter(weights.values())).device:
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
     renamed = {export_name(kind, name): tensor for name, tensor in weights.items()}
-    for name in [name for name in renamed if name.endswith(".experts.gate_proj")]:
-        # one tensor: the rows of all gates, then those of all others
-        up = name.replace("gate_proj", "up_proj")
-        renamed[name.replace("gate_proj", "gate_up_proj")] = cat([renamed.pop(name), renamed.pop(up)], dim=1)
     theirs.load_state_dict(renamed)
     return theirs.to(next(model.parameters()).dtype)
 

@@ -36,7 +36,7 @@ from depthlm.hugging_face.card import CARD, check_license, write_card
 from depthlm.hugging_face.causal_lm import CausalLM, DepthLMConfig
 from depthlm.model import Decoder
 from depthlm.model.attention import attention_class
-from depthlm.pretrained.native import export_name, native_config, native_type, split_experts
+from depthlm.pretrained.folder import export_name, native_config, native_type
 from depthlm.run_directory import RunDirectory
 
 MODELING = "modeling_depthlm"
@@ -149,8 +149,7 @@ def write_weights(model: Decoder, native: str | None, folder: Path) -> None:
     if native is None:
         named = {f"decoder.{name}": tensor for name, tensor in model.state_dict().items()}
     else:
-        split = split_experts(model.state_dict())
-        named = {export_name(native, name): tensor for name, tensor in split.items()}
+        named = {export_name(native, name): tensor for name, tensor in model.state_dict().items()}
     weights = {name: tensor.detach().to(torch.float32).contiguous() for name, tensor in named.items()}
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     set_default_mode(folder / WEIGHTS)

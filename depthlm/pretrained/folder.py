@@ -1,6 +1,6 @@
-"""Start a run from a Hugging Face folder: read its settings, and load its weights under our names.
+"""Decoders that are part of transformers, dense Qwen3 and OLMo2, and Hugging Face folders that a run can start from.
 
-This needs no transformers and unpickles nothing.
+Converts names of weights and settings both ways. This needs no transformers and unpickles nothing.
 """
 
 import json
@@ -17,11 +17,72 @@ from torch import Tensor
 from depthlm.data import padded_vocab_size, vocab_size
 from depthlm.errors import UserError
 from depthlm.files import is_inside, read_text
+from depthlm.mechanisms.residual import Residual
+from depthlm.model.attention.self_attention import SelfAttention
+from depthlm.model.decoder import Decoder
 from depthlm.model.settings import format_setting
-from depthlm.pretrained.native import NATIVE, SHAPE, import_name, import_settings, stack_experts
+from depthlm.model.shape import Backbone, Size
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# our sizes and backbone fields, and the names that they have in a config.json
+SHAPE = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_size": "head_dim",
+}
+KEYS = {"norm_eps": "rms_norm_eps", "tie_embeddings": "tie_word_embeddings", "attention_bias": "attention_bias"}
+# backbone fields that both classes have, and the defaults of others for a config.json that lacks them
+FIXED = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "mlp_bias": False, "head_bias": False}
+DEFAULTS = {"rope_theta": 10000.0, "attention_bias": False, "tie_embeddings": False}
+# the beginnings of the names of weights, and parts of them
+BEGINNINGS = {
+    "embedding.": "model.embed_tokens.",
+    "head.": "lm_head.",
+    "final_norm.": "model.norm.",
+    "layers.": "model.layers.",
+}
+
+
+class Native(NamedTuple):
+    """A transformers class: its name, the backbone fields that it has, and its names of the two norms of a layer.
+
+    norm_eps: where a config.json has none.
+    """
+
+    architecture: str
+    backbone: dict[str, Any]
+    norm_eps: float
+    attention_norm: str
+    mlp_norm: str
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The parts of our names of weights, and those of transformers."""
+        norms = {".attention_norm.": f".{self.attention_norm}.", ".mlp_norm.": f".{self.mlp_norm}."}
+        return norms | {".attention.": ".self_attn."}
+
+
+NATIVE = {
+    "qwen3": Native(
+        "Qwen3ForCausalLM",
+        FIXED | {"norm_placement": "pre", "qk_norm": "head"},
+        1e-6,
+        "input_layernorm",
+        "post_attention_layernorm",
+    ),
+    "olmo2": Native(
+        "Olmo2ForCausalLM",
+        FIXED | {"norm_placement": "post", "qk_norm": "full"},
+        1e-5,
+        "post_attention_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
 
 
 class Pretrained(NamedTuple):
@@ -112,10 +173,6 @@ def load_weights(source: Pretrained) -> dict[str, Tensor]:
                 weights[stored_name.removeprefix("decoder.")] = tensor
             else:
                 weights[import_name(source.model_type, stored_name)] = tensor
-    try:
-        weights = stack_experts(weights)
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"init_from={source.folder}: the weights of the experts are incomplete ({error})") from None
     if source.settings["backbone"]["tie_embeddings"] and "head.weight" in weights:
         # some checkpoints contain the tied matrix twice, or under this name only
         weights.setdefault("embedding.weight", weights.pop("head.weight"))
@@ -175,3 +232,93 @@ def _weight_files(folder: Path) -> list[Path]:
     if outside := [name for name in names if not is_inside(folder / name, folder)]:
         raise UserError(f"init_from={folder}: {outside[0]} is not inside the folder; copy it there, and name it alone")
     return [folder / name for name in names]
+
+
+def native_type(model: Decoder) -> str | None:
+    """Return the model_type of transformers that is equivalent to this decoder; None if there is none."""
+    plain = all(type(connection) is Residual for connection in model.connections) and all(
+        type(layer.attention) is SelfAttention for layer in model.layers
+    )
+    if not plain or model.loops > 1 or model.end_of_text is not None:
+        return None
+    matching = (
+        name
+        for name, native in NATIVE.items()
+        if all(getattr(model.backbone, key) == value for key, value in native.backbone.items())
+    )
+    return next(matching, None)
+
+
+def native_config(model_type: str, size: Size, backbone: Backbone, max_length: int) -> dict[str, Any]:
+    """Return the config.json of such a decoder. It has rope_theta twice, for transformers 5 and earlier versions."""
+    theta = backbone.rope_theta
+    return {
+        "architectures": [NATIVE[model_type].architecture],
+        "model_type": model_type,
+        **{hf_name: getattr(size, name) for name, hf_name in SHAPE.items()},
+        **{hf_name: getattr(backbone, name) for name, hf_name in KEYS.items()},
+        "hidden_act": "silu",
+        "max_position_embeddings": max_length,
+        "initializer_range": size.init_std,
+        "bos_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "rope_theta": theta,
+    }
+
+
+def import_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Return size, backbone and model of a config.json of transformers, and the features that are not supported.
+
+    Raises KeyError if a width or count is missing.
+    """
+    native = NATIVE[config["model_type"]]
+    theta, unsupported = _rope(config)
+    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+        unsupported.append("sliding-window attention")
+    if config.get("hidden_act", "silu") != "silu":
+        unsupported.append(f"hidden_act {config['hidden_act']}")
+    size = {name: config[hf_name] for name, hf_name in SHAPE.items() if name not in ("num_kv_heads", "head_size")}
+    size["num_kv_heads"] = config.get("num_key_value_heads") or size["num_heads"]
+    head_size = config.get("head_dim") or (128 if config["model_type"] == "qwen3" else None)
+    size["head_size"] = head_size or size["hidden_size"] // size["num_heads"]
+    backbone = native.backbone | DEFAULTS | {"norm_eps": native.norm_eps, "mixers": ["attention"]}
+    backbone |= {name: config[hf_name] for name, hf_name in KEYS.items() if hf_name in config}
+    backbone |= {} if theta is None else {"rope_theta": theta}
+    return {"size": size, "backbone": backbone, "model": {"name": "vanilla"}}, unsupported
+
+
+def import_name(model_type: str, name: str) -> str:
+    """Return our name of a weight of transformers."""
+    beginnings, parts = (
+        {theirs: ours for ours, theirs in names.items()} for names in (BEGINNINGS, NATIVE[model_type].parts)
+    )
+    return _rename(name, beginnings, parts)
+
+
+def export_name(model_type: str, name: str) -> str:
+    """Return the name of a weight in transformers."""
+    return _rename(name, BEGINNINGS, NATIVE[model_type].parts)
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float | None, list[str]]:
+    """Return rope_theta as transformers reads it, None if it is not given, and the features that are not supported.
+
+    `rope_scaling` comes before `rope_parameters`, which may have parameters for each type of layers, and `type` is an
+    earlier name of `rope_type`.
+    """
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    layer_types = config.get("layer_types") or ["full_attention"]
+    parameters = [rope[name] for name in dict.fromkeys(layer_types) if name in rope] or [rope]
+    kinds = dict.fromkeys(entry.get("rope_type", entry.get("type", "default")) for entry in parameters)
+    thetas = dict.fromkeys(entry.get("rope_theta", config.get("rope_theta")) for entry in parameters)
+    unsupported = [f"rope scaling {kind}" for kind in kinds if kind != "default"]
+    if len(thetas) > 1:
+        unsupported.append(f"several values of rope_theta ({', '.join(map(str, thetas))})")
+    return next(iter(thetas)), unsupported
+
+
+def _rename(name: str, beginnings: Mapping[str, str], parts: Mapping[str, str]) -> str:
+    begin = next((text for text in beginnings if name.startswith(text)), "")
+    part = next((text for text in parts if text in name), "")
+    name = beginnings.get(begin, "") + name.removeprefix(begin)
+    return name.replace(part, parts[part], 1) if part else name

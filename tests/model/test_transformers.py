@@ -6,10 +6,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from depthlm.pretrained.folder import load_weights, read_pretrained
-from depthlm.pretrained.native import NATIVE, export_name, native_config, native_type, split_experts, stack_experts
+from depthlm.pretrained.folder import (
+    NATIVE,
+    export_name,
+    load_weights,
+    native_config,
+    native_type,
+    read_pretrained,
+)
 
-from . import kimi_linear
+from . import mixtures
 
 # num_kv_heads, and what else differs from the backbone's file
 CASES = [(kv_heads, {"tie_embeddings": kv_heads == 2}) for kv_heads in (1, 2, 4)]
@@ -22,7 +28,7 @@ KIMI = [
 
 def cases():
     """Every backbone of transformers. Kimi Linear has three steps of its own in plain PyTorch, so it is slower."""
-    for backbone in (*NATIVE, "kimi_linear"):
+    for backbone in (*NATIVE, *mixtures.ARCHITECTURES):
         for number, (kv_heads, changes) in enumerate(KIMI if backbone == "kimi_linear" else CASES):
             marks = pytest.mark.slow if backbone == "kimi_linear" and number else ()
             yield pytest.param(backbone, kv_heads, changes, marks=marks, id=f"{backbone}-{kv_heads}-{number}")
@@ -42,10 +48,10 @@ def pair(make_decoder, folder, backbone, kv_heads, changes):
             parameter.data.uniform_(0.5, 1.5, generator=generator)
     for buffer in ours.buffers():
         buffer.uniform_(-0.2, 0.2, generator=generator)
-    weights = split_experts(ours.state_dict())
-    if backbone == "kimi_linear":
-        named = dict(kimi_linear.export(name, weight) for name, weight in weights.items())
-        settings, architecture = kimi_linear.settings(ours.size, ours.backbone), "KimiLinearForCausalLM"
+    weights = ours.state_dict()
+    if backbone in mixtures.ARCHITECTURES:
+        named, architecture = mixtures.export(backbone, weights), mixtures.ARCHITECTURES[backbone]
+        settings = mixtures.settings(backbone, ours.size, ours.backbone)
     else:
         assert native_type(ours) == backbone
         named = {export_name(backbone, name): weight for name, weight in weights.items()}
@@ -62,9 +68,8 @@ def pair(make_decoder, folder, backbone, kv_heads, changes):
 def under_our_names(theirs, folder):
     """The weights of a model of transformers, through a folder that it writes."""
     theirs.save_pretrained(folder)
-    if type(theirs).__name__ == "KimiLinearForCausalLM":
-        stored = load_file(folder / "model.safetensors")
-        return stack_experts(dict(kimi_linear.read(name, weight) for name, weight in stored.items()))
+    if theirs.config.model_type in mixtures.ARCHITECTURES:
+        return mixtures.read(theirs.config.model_type, load_file(folder / "model.safetensors"))
     return load_weights(read_pretrained(folder))
 
 
