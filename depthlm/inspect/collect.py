@@ -1,6 +1,6 @@
 """The pictures of a mechanism, from the figures that its connections and attentions return in forward passes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -16,14 +16,9 @@ from depthlm.model.figures import Figure
 
 
 @torch.no_grad()
-def collect(
-    model: Decoder, windows: Iterable[Tensor], token_names: Sequence[str] = ()
-) -> tuple[list[Picture], list[str]]:
-    """Return the pictures of a decoder's mechanism over windows of tokens_bt, and a message if there are none.
-
-    token_names: the first tokens of the first window as text; if given, pictures show the weights of each of them.
-    """
-    collector = Collector(model, token_names)
+def collect(model: Decoder, windows: Iterable[Tensor]) -> tuple[list[Picture], list[str]]:
+    """Return the pictures of a decoder's mechanism over windows of tokens_bt, and a message if there are none."""
+    collector = Collector(model)
     device = next(model.parameters()).device
     for tokens_bt in windows:
         model.hidden(tokens_bt.to(device), observer=collector)
@@ -34,9 +29,8 @@ def collect(
 class Collector(Observer):
     """Collects the figures of all connections and attentions, by the mechanism's module and the figure's name."""
 
-    def __init__(self, model: Decoder, token_names: Sequence[str] = ()) -> None:
+    def __init__(self, model: Decoder) -> None:
         self.depth = model.loops * model.size.num_layers
-        self.token_names = token_names
         self.attending = attention_positions([layer.attention for layer in model.layers], model.loops)
         self.figures: dict[tuple[str, str], FigureOverDepth] = {}
 
@@ -74,5 +68,5 @@ class Collector(Observer):
         key = mechanism, figure.name
         if key not in self.figures:
             over_depth = AttentionMaps if "query" in axes else Matrices if len(set(axes)) < len(axes) else Grids
-            self.figures[key] = over_depth(mechanism, figure, self.depth, self.token_names)
+            self.figures[key] = over_depth(mechanism, figure, self.depth)
         self.figures[key].add(figure, place, self.tokens)

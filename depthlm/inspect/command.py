@@ -24,7 +24,7 @@ from depthlm.files import replacing
 from depthlm.inspect.collect import collect
 from depthlm.inspect.depth_mixing import depth_mixing, mixing_picture
 from depthlm.inspect.interventions import Batch, ablate
-from depthlm.inspect.picture import TOKENS, Picture, token_names
+from depthlm.inspect.picture import Picture
 from depthlm.machine import environment
 from depthlm.model import Decoder
 from depthlm.run_directory import RunDirectory
@@ -98,10 +98,7 @@ def inspect_run(arguments: Inspect) -> Path:
 
 def draw_mechanism(run: "Run", arguments: Inspect) -> tuple[list[Picture], list[str]]:
     """Return the pictures of a run's mechanism and of the depth mixing matrices, and messages."""
-    batches, names = run.windows(), list[str]()
-    if arguments.text is not None:
-        names = token_names(Tokenizer.load(arguments.run), batches[0][0, :TOKENS].tolist())
-    pictures, messages = collect(run.model, batches, names)
+    pictures, messages = collect(run.model, run.windows())
     matrices = []
     for each in chain([run], (read_run(Path(other), arguments) for other in arguments.compare or ())):
         matrix, warnings = depth_mixing(each.model, each.windows())

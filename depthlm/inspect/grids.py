@@ -21,9 +21,6 @@ from depthlm.inspect.picture import (
     draw_distributions,
     draw_grids,
     draw_matrices,
-    draw_token_maps,
-    named_tokens,
-    side_length,
     spread,
     write_labels,
 )
@@ -34,12 +31,8 @@ from depthlm.runs.plots import subplots
 LAYERS, HEADS = 4, 4
 # the width of the depth entries and the gap before them, as fractions of the width of the sequence
 WIDE, GAP = 0.35, 0.04
-# the inches of the name of a token
-PITCH = 0.085
 # matrices per picture, from evenly spaced places
 SHOWN = 6
-# the places in depth of which a picture shows the weights of single tokens
-MAPS = 4
 TITLES = {"attention": "before attention", "mlp": "before the MLP", "final": "final read", "": ""}
 MEANS = {"token": "tokens", "head": "heads", "hidden": "the hidden size"}
 SUBLAYERS = "sublayer (2l: attention, 2l + 1: MLP of layer l)"
@@ -60,40 +53,13 @@ class AttentionMaps(FigureOverDepth):
     def pictures(self) -> list[Picture]:
         places = [list(self.maps)[number] for number in spread(len(self.maps), LAYERS)]
         maps = {f"layer {place.layer}": self.maps[place] for place in places}
-        arrays = {f"{self.name}{place.suffix}": self.maps[place] for place in places}
-        draw = partial(draw_maps, maps, self.heads, self.token_names, self.title)
+        arrays = {f"{self.name}_{place.layer}": self.maps[place] for place in places}
+        draw = partial(draw_maps, maps, self.heads, self.title)
         return [Picture(self.name, self.figure.about, arrays, draw)]
 
 
-def draw_maps(maps: Mapping[str, Array], heads: Sequence[int], names: Sequence[str], title: str) -> Any:
-    """Draw queries by [sequence | depth], separated by a dashed line: one column per layer, one row per head.
-
-    names: of the tokens; without names, the first and the last position are numbered.
-    """
-    wide, high = (side_length(len(names), least, PITCH) for least in (2.5, 2.0))
-    width = (wide * (1 + GAP + WIDE if names else 1) + 0.4) * len(maps) + 1.1
-    figure, axes = subplots(len(maps), width, (high + 0.4) * len(heads) + 0.9, rows=len(heads))
-    for column, values in enumerate(maps.values()):
-        for place, map_tx in zip(axes[:, column], values, strict=True):
-            image = _draw_map(place, map_tx, names)
-    if names:
-        # the names of the tokens stand beside the first map of each row and below the last of each column
-        for place in axes[:, 1:].flat:
-            place.set_yticklabels([])
-        for place in axes[:-1].flat:
-            place.set_xticklabels([])
-    for place, layer in zip(axes[0], maps, strict=True):
-        place.set_title(layer, fontsize="medium")
-    for place, head in zip(axes[:, 0], heads, strict=True):
-        place.set_ylabel(f"head {head}\nquery")
-    write_labels(figure, title, "key: tokens, then depth entries")
-    bar = figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02, label="probability")
-    bar.set_ticks([0, 0.01, 0.05, 0.2, 0.5, 1], labels=["0", "0.01", "0.05", "0.2", "0.5", "1"])
-    return figure
-
-
-def _draw_map(axes: Any, map_tx: Array, names: Sequence[str]) -> Any:
-    """Draw the probabilities of one head over the keys of the sequence, then the depth entries. Return the image."""
+def draw_maps(maps: Mapping[str, Array], heads: Sequence[int], title: str) -> Any:
+    """Draw queries by [sequence | depth], separated by a dashed line: one column per layer, one row per head."""
     import matplotlib
     from matplotlib.colors import PowerNorm
 
@@ -103,24 +69,31 @@ def _draw_map(axes: Any, map_tx: Array, names: Sequence[str]) -> Any:
         "norm": PowerNorm(0.35, 0, 1),
         "aspect": "auto",
     }
-    t, entries = len(map_tx), map_tx.shape[1] - len(map_tx)
-    start, end = t * (1 + GAP), t * (1 + GAP + WIDE)
-    sequence = np.where(np.triu(np.ones((t, t), dtype=bool), 1), np.nan, map_tx[:, :t])
-    image = axes.imshow(sequence, extent=(0, t, t, 0), **look)
-    queries = {token + 0.5: names[token] for token in named_tokens(len(names))} or {0.0: "0", float(t): str(t)}
-    keys = dict(queries if names or not entries else {0.0: "0"})
-    if entries:
-        axes.imshow(map_tx[:, t:], extent=(start, end, t, 0), **look)
-        axes.axvline(t * (1 + GAP / 2), color="red", ls="--", lw=1)
-        keys[(start + end) / 2] = f"{entries} depth entries" if entries > 1 else "1 depth entry"
-    axes.set_xlim(0, end)
-    axes.set_ylim(t, 0)
-    size = 6 if names else 8
-    axes.set_xticks(list(keys), list(keys.values()), size=size, rotation=90 if names else 0)
-    axes.set_yticks(list(queries), list(queries.values()), size=size)
-    axes.tick_params(length=2)
-    axes.spines[:].set_visible(False)
-    return image
+    width, height = 2.9 * len(maps) + 1.1, 2.4 * len(heads) + 0.9
+    figure, axes = subplots(len(maps), width, height, rows=len(heads))
+    for column, (layer, values) in enumerate(maps.items()):
+        axes[0, column].set_title(layer, fontsize="medium")
+        for place, map_tx in zip(axes[:, column], values, strict=True):
+            t, entries = len(map_tx), map_tx.shape[1] - len(map_tx)
+            start, end = t * (1 + GAP), t * (1 + GAP + WIDE)
+            sequence = np.where(np.triu(np.ones((t, t), dtype=bool), 1), np.nan, map_tx[:, :t])
+            image = place.imshow(sequence, extent=(0, t, t, 0), **look)
+            keys = {0.0: "0", float(t): "" if entries else str(t)}
+            if entries:
+                place.imshow(map_tx[:, t:], extent=(start, end, t, 0), **look)
+                place.axvline(t * (1 + GAP / 2), color="red", ls="--", lw=1)
+                keys[(start + end) / 2] = f"{entries} depth entries" if entries > 1 else "1 depth entry"
+            place.set(xlim=(0, end), ylim=(t, 0))
+            place.set_xticks(list(keys), list(keys.values()), size=8)
+            place.set_yticks([0, t], ["0", str(t)], size=8)
+            place.tick_params(length=2)
+            place.spines[:].set_visible(False)
+    for place, head in zip(axes[:, 0], heads, strict=True):
+        place.set_ylabel(f"head {head}\nquery")
+    write_labels(figure, title, "key: tokens, then depth entries")
+    bar = figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02, label="probability")
+    bar.set_ticks([0, 0.01, 0.05, 0.2, 0.5, 1], labels=["0", "0.01", "0.05", "0.2", "0.5", "1"])
+    return figure
 
 
 class Matrices(FigureOverDepth):
@@ -176,7 +149,7 @@ class Grids(FigureOverDepth):
     """Weights of each place over columns, such as its sources; without columns, a curve over the layers.
 
     Arrays are [layer, ...] for the sublayers of each kind, and [...] for the final read, with all axes of the figure
-    but batch and token. They are nan where a place has no such column. Maps are [panel, column, token].
+    but batch and token. They are nan where a place has no such column.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -195,11 +168,6 @@ class Grids(FigureOverDepth):
         if not self.column:
             return
         self.columns[place] = list(figure.places or range(values.shape[figure.axes.index(self.column)]))
-        if self.token_names and "token" in figure.axes and place not in self.maps:
-            first = values.take([0], figure.axes.index("batch")) if "batch" in figure.axes else values
-            first, axes = average_axes(first, figure.axes, ("batch", "head", "hidden"))
-            first = np.moveaxis(first, [axes.index(self.column), axes.index("token")], [-2, -1])
-            self.maps[place] = first[..., : len(self.token_names)]
 
     def pictures(self) -> list[Picture]:
         arrays = self.arrays()
@@ -209,15 +177,11 @@ class Grids(FigureOverDepth):
         if "hidden" in self.axes:
             named |= {f"{name}_deviation": values.std(-1) for name, values in named.items()}
         means = [word for axis, word in MEANS.items() if axis in self.figure.axes]
-        labels = [
-            ", mean over ".join(filter(None, [self.figure.name.replace("_", " "), " and ".join(words)]))
-            for words in (means, [word for word in means if word != "tokens"])
-        ]
-        draw = (self.prepare_grids if self.column else self.prepare_curves)(arrays, labels[0])
+        label = ", mean over ".join(filter(None, [self.figure.name.replace("_", " "), " and ".join(means)]))
+        draw = (self.prepare_grids if self.column else self.prepare_curves)(arrays, label)
         return [
             Picture(self.name, self.figure.about, named, draw),
             *self.distribution(arrays),
-            *self.token_pictures(labels[1]),
         ]
 
     def distribution(self, arrays: dict[str, Array]) -> list[Picture]:
@@ -298,33 +262,3 @@ class Grids(FigureOverDepth):
         panels = dict(enumerate(self.panels.get(kind, self.figure.panels)))
         title = panels.get(panel, str(panel) * ("panel" in self.axes))
         return ": ".join(filter(None, [self.titles[kind] * with_kind, title]))
-
-    def token_pictures(self, label: str) -> list[Picture]:
-        """Return the picture of single tokens at some places with several columns, unless all tokens are alike."""
-        # the final read of dca has fewer panels
-        most = max((values.shape[:-2] for values in self.maps.values()), default=())
-        shown = [
-            place
-            for place, values in self.maps.items()
-            if len(self.columns[place]) > 1 and values.shape[:-2] == most and np.isfinite(values).any()
-        ]
-        if not any(np.nanmax(np.ptp(self.maps[place], axis=-1)) > 0 for place in shown):
-            return []
-        shown = [shown[number] for number in spread(len(shown), MAPS)]
-        arrays = {f"{self.name}_tokens{place.suffix}": self.maps[place] for place in shown}
-        about, rows = f"{self.figure.about}, at each token", self.figure.columns or self.column
-        maps = [self.token_maps(place) for place in shown]
-        draw = partial(draw_token_maps, maps, self.token_names, f"{self.title}, at each token", rows, label)
-        return [Picture(f"{self.name}_tokens", about, arrays, draw)]
-
-    def token_maps(self, place: Place) -> list[Grid]:
-        """Return the map of each panel at one place, without the columns that all panels lack."""
-        values = self.maps[place]
-        values_pct = values.reshape(-1, *values.shape[-2:])
-        kept = [number for number in range(values.shape[-2]) if np.isfinite(values_pct[:, number]).any()]
-        sources = [str(self.columns[place][number]) for number in kept]
-        where = f"{self.titles[place.kind]}{' of ' * bool(place.kind)}layer {place.layer}"
-        where = self.titles["final"] if place.kind == "final" else where
-        panels = [self.title_of(place.kind, number, False) for number in range(len(values_pct))]
-        titles = [f"{where}, {panel}" if panel else where for panel in panels]
-        return [Grid(title, values[kept], rows=sources) for title, values in zip(titles, values_pct, strict=True)]

@@ -1,19 +1,17 @@
-"""Pictures, and the functions that draw them: grids of weights, curves over depth, small matrices, maps over tokens.
+"""Pictures, and the functions that draw them: grids of weights, curves over depth, small matrices, distributions.
 
 This module also collects what is drawn: means over tokens, and the values of a figure at all places in depth.
 """
 
 import math
-import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from depthlm.data import Tokenizer
 from depthlm.model.figures import Figure
 from depthlm.runs.plots import DASHES, HUES, MARKERS, grid, ink, log_ticks, subplots
 
@@ -21,11 +19,8 @@ Array = NDArray[np.floating]
 NOTHING = "#DADADA"
 # with more rows or columns, numbers in the cells are too small to read
 NUMBERED = 12
-# the tokens of a map, the names on its axis, and the longest name
-TOKENS, NAMED, LONGEST = 256, 64, 14
-# inches per name
-PITCH = 0.11
-SPACE = "\u2423"
+# the tokens of a map
+TOKENS = 256
 # the ends of the shaded range of a distribution, and the line between them
 QUANTILES = (0.05, 0.5, 0.95)
 DISTRIBUTION = "line: the median over the hidden size, shaded: from its 5th to its 95th percentile"
@@ -47,11 +42,6 @@ class Place(NamedTuple):
 
     kind: str
     layer: int
-
-    @property
-    def suffix(self) -> str:
-        """The end of the name of an array of this place alone."""
-        return "_final" if self.kind == "final" else f"{self.kind and '_'}{self.kind}_{self.layer}"
 
 
 class Grid(NamedTuple):
@@ -86,15 +76,13 @@ class FigureOverDepth:
     """A figure of a mechanism: collects its values at all places in depth, and draws them.
 
     name: of its arrays and pictures. figure: the first one, which has the axes and labels of all. depth: the number of
-    unrolled layers. token_names: the first tokens of the first window, where the pictures show single tokens. means,
-    maps: what it keeps of the places.
+    unrolled layers. means, maps: what it keeps of the places.
     """
 
-    def __init__(self, mechanism: str, figure: Figure, depth: int, token_names: Sequence[str]) -> None:
+    def __init__(self, mechanism: str, figure: Figure, depth: int) -> None:
         self.name = f"{mechanism}_{figure.name}"
         self.figure = figure
         self.depth = depth
-        self.token_names = token_names
         self.title = f"{mechanism}: {figure.about}"
         self.means = Means()
         self.maps = dict[Place, Array]()
@@ -266,49 +254,5 @@ def number_text(value: float) -> str:
     return f"{value:.0f}" if abs(value) < 1e4 else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
 
 
-def token_names(tokenizer: Tokenizer, tokens: Iterable[int]) -> list[str]:
-    """Return the text of each token as a label: spaces and line breaks are visible, dollar signs escaped."""
-    return [_label(tokenizer.decode([token])) for token in tokens]
-
-
-def named_tokens(count: int) -> list[int]:
-    """Return which of `count` tokens have a name on an axis: all, or every k-th where there are too many to read."""
-    return list(range(0, count, -(-count // NAMED) or 1))
-
-
-def side_length(count: int, least: float, pitch: float = PITCH) -> float:
-    """Return the length of an axis over `count` tokens, at least `least`, in inches. pitch: the inches of a name."""
-    return max(least, pitch * len(named_tokens(count)))
-
-
-def draw_token_maps(maps: Sequence[Sequence[Grid]], names: Sequence[str], title: str, rows: str, values: str) -> Any:
-    """Draw rows of maps [source, token] on one colour scale, with the names of the tokens below each column."""
-    down, across = len(maps), len(maps[0])
-    heights = [0.5 + max(0.8, 0.2 * max(len(panel.rows) for panel in row)) for row in maps]
-    width = side_length(len(names), 3.0) + 0.5
-    size = width * across + 1.2, sum(heights) + 1.4
-    figure, axes = subplots(across, *size, rows=down, gridspec_kw={"height_ratios": heights})
-    norm, colours = scale([panel.values for row in maps for panel in row])
-    shown = named_tokens(len(names))
-    for number, (line, row) in enumerate(zip(axes, maps, strict=True)):
-        for place, panel in zip(line, row, strict=True):
-            image = draw_grid(place, panel, norm, colours)
-            place.tick_params(axis="y", labelsize=8)
-            last = number == down - 1
-            place.set_xticks(shown, [names[token] for token in shown] if last else [], size=7, rotation=90)
-    figure.supylabel(rows, fontsize="medium")
-    write_labels(figure, title, "token")
-    figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02, label=values)
-    return figure
-
-
 def _ticks(count: int) -> list[int]:
     return list(range(0, count, -(-count // 12) or 1))
-
-
-def _label(text: str) -> str:
-    letters = [SPACE if letter == " " else letter if letter.isprintable() else repr(letter)[1:-1] for letter in text]
-    visible = "".join(letters)
-    shown = visible if len(visible) <= LONGEST else f"{visible[: LONGEST - 1]}…"
-    # matplotlib reads text between two dollar signs as a formula
-    return re.sub(r"\$", r"\\$", shown)

@@ -44,7 +44,6 @@ def test_own_text_another_folder_and_several_runs(trained, tmp_path, monkeypatch
     assert "21 tokens of the given text" in capsys.readouterr().out
     folder = tmp_path / "new" / "there"
     assert np.load(folder / "arrays.npz")["moda_maps_1"].shape == (2, 21, 23)
-    assert (folder / "attention_residuals_weights_tokens.png").exists()
     inspect(monkeypatch, f"run={trained}", f"compare={trained},{trained}", "text=the depth", f"to={tmp_path}")
     arrays = np.load(tmp_path / "arrays.npz")
     assert arrays["depth_mixing"].shape == (5, 5)
