@@ -17,7 +17,8 @@ from depthlm.config import compose
 from depthlm.console import stderr_console, stdout_console
 from depthlm.data import Manifest, prepare, token_folders, verify
 from depthlm.data.corpora.documents import REASONS
-from depthlm.data.preparation.imported import DTYPES, Import, import_tokens, load_tokenizer
+from depthlm.data.preparation.imported import DTYPES, Import, import_tokens
+from depthlm.data.tokenizers import load_tokenizer
 
 
 def main(arguments: list[str], program: str) -> None:

@@ -243,18 +243,22 @@ def parse_json(content: str | bytes) -> Any:
         return None
 
 
-def pretrained_tokenizer(name: str, end_of_text: str | None) -> Tokenizer:
-    """Load a tokenizer.json, or the tokenizer of a model on the hub. Raises DataError where it is not available."""
+def load_tokenizer(name: str, end_of_text: str | None) -> Tokenizer:
+    """Return the tokenizer `bytes`, that of a tokenizer.json, or that of a model on the hub. Raises DataError."""
+    if name == "bpe":
+        raise DataError("ids need the tokenizer that made them", "tokenizer=bpe", REMEDY.replace("`bpe`, ", ""))
+    if name == "bytes":
+        check_end_of_text(name, end_of_text)
+        return bytes_tokenizer()
     return (Tokenizer.from_hub if is_on_hub(name) else Tokenizer.load)(name, end_of_text)
 
 
-def check_end_of_text(tokenizer: str, option: str, token: str | None) -> None:
-    """Raise DataError if `bytes` or `bpe`, which have their own, would get another end of text.
-
-    tokenizer, option: the settings that give the tokenizer and the token, as in `data.tokenizer=bytes`.
-    """
+def check_end_of_text(tokenizer: str, token: str | None) -> None:
+    """Raise DataError if `bytes` or `bpe`, which have their own, would get another end of text."""
     if token not in (None, END_OF_TEXT):
-        raise DataError(f"{tokenizer} ends documents with {END_OF_TEXT}", f"{option}={token}", "Leave it out.")
+        raise DataError(
+            f"tokenizer={tokenizer} ends documents with {END_OF_TEXT}", f"end of text {token}", "Leave it out."
+        )
 
 
 def bytes_tokenizer() -> Tokenizer:

@@ -18,10 +18,10 @@ from depthlm.model import Decoder
 
 WORDS = {0: "zero", 1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 10: "ten"}
 WITHOUT_HUB = """Without access to the hub, do one of the following:
-  - on a machine with access, run hf download --repo-type dataset <name> --local-dir <folder>/<name>, with the name as
-    above; copy the folder to this machine, and add datasets=<folder>
-  - copy the hub's cache from such a machine, and point HF_HOME at it
-  - give your own task on local files: tasks=<file>.yaml"""
+  - copy the hub's cache from a machine with access, and point HF_HOME at it
+  - give your own task on local files: <file>.yaml as a task
+  - for `evaluate`: on a machine with access, run hf download --repo-type dataset <name> --local-dir <folder>/<name>,
+    with the name as above; copy the folder to this machine, and add datasets=<folder>"""
 # of the examples before a question, and of sampled answers; the default of the harness
 SEED = 1234
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
@@ -171,7 +171,7 @@ def run_job(lm: Any, job: Job, manager: Any, limit: int | None) -> dict[str, flo
     return {f"{job.key}/{metric}": value for metric, value in metrics.items()}
 
 
-def check_datasets(manager: Any, jobs: Sequence[Job], remedy: str = WITHOUT_HUB) -> None:
+def check_datasets(manager: Any, jobs: Sequence[Job]) -> None:
     """Raise a UserError that lists every task whose dataset cannot be loaded, before any task is run."""
     tasks = list(dict.fromkeys(job.task for job in jobs))
     missing = []
@@ -182,7 +182,7 @@ def check_datasets(manager: Any, jobs: Sequence[Job], remedy: str = WITHOUT_HUB)
             missing.append(f"  - {task}: {(str(error).strip() or type(error).__name__).splitlines()[0]}")
     if missing:
         head = f"tasks=: {len(missing)} of {len(tasks)} tasks have no dataset here:"
-        raise UserError("\n".join([head, *missing, remedy]))
+        raise UserError("\n".join([head, *missing, WITHOUT_HUB]))
 
 
 @contextlib.contextmanager

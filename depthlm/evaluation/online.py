@@ -38,9 +38,6 @@ from depthlm.runs.records import finite, perplexity
 
 log = logging.getLogger("depthlm")
 
-WITHOUT_HUB = """Without access to the hub, do one of the following:
-  - copy the hub's cache from a machine with access, and point HF_HOME at it
-  - give your own task on local files: evaluation.tasks=[<file>.yaml]"""
 # the key of the number of questions of each task, where it is limited
 LIMIT = "evaluation/limit"
 # what the harness asks of a language model
@@ -64,7 +61,7 @@ def check_evaluation(config: Config, tokenizer: Tokenizer, starting: bool) -> No
         if starting:
             jobs = jobs_of(settings.tasks, settings.shots)
             with hub_or_cache(jobs):
-                check_datasets(manager, jobs, WITHOUT_HUB)
+                check_datasets(manager, jobs)
     except UserError as error:
         raise UserError(re.sub(r"^tasks=", "evaluation.tasks=", str(error))) from None
 

@@ -104,15 +104,8 @@ def root_of(name: str, source: Source) -> Path:
         return Path(source.source)
     if name == "stdlib":
         return Path(sysconfig.get_paths()["stdlib"])
-    if source.path:
-        raise DataError(
-            "no token files", source.path, "Set data.path to a folder with a manifest.json, or set data.source."
-        )
-    raise DataError(
-        "no text to prepare",
-        f"corpus {name!r}",
-        "Set data.source to a folder or file of text, or data.path to a folder of token files.",
-    )
+    remedy = "Set data.source to a folder or file of text, or data.path to a folder with a manifest.json."
+    raise DataError("no text to prepare", source.path or f"corpus {name!r}", remedy)
 
 
 def walk(root: Path, suffixes: tuple[str, ...]) -> tuple[list[TextFile], dict[str, list[str]]]:

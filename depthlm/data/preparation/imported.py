@@ -18,7 +18,7 @@ from depthlm.data.preparation import progress as progress_file
 from depthlm.data.preparation.prepare import check_empty, check_name, lock_tokens, publish
 from depthlm.data.preparation.progress import SplitWriter
 from depthlm.data.settings import SHARD_TOKENS
-from depthlm.data.tokenizers import REMEDY, Tokenizer, bytes_tokenizer, check_end_of_text, pretrained_tokenizer
+from depthlm.data.tokenizers import Tokenizer
 from depthlm.errors import DataError
 from depthlm.files import open_regular
 
@@ -147,16 +147,6 @@ class Import:
     folder: Path
     held_out: float = 1.0
     shard_tokens: int = SHARD_TOKENS
-
-
-def load_tokenizer(name: str, end_of_text: str | None) -> Tokenizer:
-    """Return the tokenizer of imported ids: `bytes`, a tokenizer.json or one of the hub. Raises DataError."""
-    if name == "bpe":
-        raise DataError("ids need the tokenizer that made them", "--tokenizer=bpe", REMEDY.replace("`bpe`, ", ""))
-    if name == "bytes":
-        check_end_of_text("--tokenizer=bytes", "--end-of-text", end_of_text)
-        return bytes_tokenizer()
-    return pretrained_tokenizer(name, end_of_text)
 
 
 def import_tokens(job: Import) -> Manifest:

@@ -29,11 +29,10 @@ from depthlm.data.token_files import check_settings, quota, settings, token_fold
 from depthlm.data.tokenizers import (
     TOKENIZER_CONFIG,
     Tokenizer,
-    bytes_tokenizer,
     check_end_of_text,
     is_on_hub,
+    load_tokenizer,
     parallel_tokenizers,
-    pretrained_tokenizer,
     sample,
     sample_bytes,
     train_bpe,
@@ -90,15 +89,14 @@ def make_tokenizer(data: Data, console: Console) -> Tokenizer:
 
     Raises DataError where the tokenizer is not available, has more tokens than data.vocab_size or no end of text.
     """
-    if data.tokenizer in ("bytes", "bpe"):
-        check_end_of_text(f"data.tokenizer={data.tokenizer}", "data.end_of_text", data.end_of_text)
-    if data.tokenizer == "bytes":
-        return bytes_tokenizer()
     if data.tokenizer == "bpe":
+        check_end_of_text(data.tokenizer, data.end_of_text)
         console.print(f"training a tokenizer of {data.vocab_size:,} tokens")
         with parallel_tokenizers():
             return train_bpe(_text_for_training(data), data.vocab_size)
-    tokenizer = pretrained_tokenizer(data.tokenizer, data.end_of_text)
+    tokenizer = load_tokenizer(data.tokenizer, data.end_of_text)
+    if data.tokenizer == "bytes":
+        return tokenizer
     end = tokenizer.end
     console.print(f"end of text: {end.token!r} (id {end.id}), by {end.source}", markup=False)
     if tokenizer.dropout:

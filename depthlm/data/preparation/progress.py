@@ -14,8 +14,9 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
+from depthlm.counts import duration_text
 from depthlm.data.corpora.sources import TextFiles
 from depthlm.data.manifest import FILE_NAME as MANIFEST
 from depthlm.data.manifest import Shard, Split, little_endian
@@ -219,16 +220,9 @@ class ProgressBar(Progress):
 
     def __init__(self, console: Console, name: str, quota: int | None) -> None:
         self.name, self.quota = name, quota
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TextColumn("{task.fields[rate]:.1f} MB/s"),
-            TextColumn("{task.fields[tokens]:,} tokens"),
-            TimeRemainingColumn(),
-        )
+        columns = BarColumn(), TextColumn("{task.description}")
         super().__init__(*columns, console=console, disable=console.quiet or not console.is_terminal)
-        self._bar = self.add_task(f"tokenising {name}", total=1.0, rate=0.0, tokens=0)
+        self._bar = self.add_task(f"tokenising {name}", total=1.0)
         self._started: tuple[float, int, float] | None = None
         self._line_at = time.monotonic() + LINE_EVERY
 
@@ -236,16 +230,14 @@ class ProgressBar(Progress):
         """Update the display. read: the share of the source that has been read."""
         now, text_bytes = time.monotonic(), sum(writer.bytes for writer in writers.values())
         tokens = sum(writer.tokens for writer in writers.values())
-        done = max(read, writers[False].tokens / self.quota) if self.quota else read
+        done = min(1.0, max(read, writers[False].tokens / self.quota) if self.quota else read)
         if self._started is None:
             self._started = now, text_bytes, done
         since, bytes_before, done_before = self._started
         rate = (text_bytes - bytes_before) / max(now - since, 1e-9) / 1e6
-        self.update(self._bar, completed=min(done, 1.0), rate=rate, tokens=tokens)
+        remaining = duration_text((now - since) / max(done - done_before, 1e-9) * (1 - done))
+        text = f"tokenising {self.name}: {done:.1%}, {rate:.1f} MB/s, {tokens:,} tokens, about {remaining} left"
+        self.update(self._bar, completed=done, description=text)
         if not self.console.is_terminal and now >= self._line_at:
             self._line_at = now + LINE_EVERY
-            remaining = (now - since) / max(done - done_before, 1e-9) * (1 - min(done, 1.0))
-            self.console.print(
-                f"tokenising {self.name}: {100 * min(done, 1.0):.1f}%, {rate:.1f} MB/s, {tokens:,} tokens, "
-                f"about {remaining / 60:.0f} minutes left"
-            )
+            self.console.print(text)

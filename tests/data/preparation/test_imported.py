@@ -14,9 +14,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from depthlm.data import Manifest, TokenFiles, open_corpus, prepare, verify
 from depthlm.data.preparation import imported
-from depthlm.data.preparation.imported import Import, import_tokens, load_tokenizer
+from depthlm.data.preparation.imported import Import, import_tokens
 from depthlm.data.settings import Data, Source
-from depthlm.data.tokenizers import Tokenizer
+from depthlm.data.tokenizers import Tokenizer, load_tokenizer
 from depthlm.errors import DataError
 
 from .preparing import content, left_over
