@@ -76,28 +76,22 @@ class StateLayer(DynamicLayer):
         self.state: tuple[Tensor, ...] | None = None
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens that the state holds."""
         return self.length
 
     def reset(self) -> None:
-        """Forget all tokens."""
         self.length, self.state = 0, None
 
     def crop(self, *_: int) -> None:
-        """Raise NotImplementedError: a state cannot forget its last tokens."""
         raise NotImplementedError("a state cannot forget its last tokens, so assisted generation is not possible")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the state of another row for each row, as beam search does."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some rows."""
         if self.state is not None:
             self.state = tuple(x.index_select(0, indices.to(x.device)) for x in self.state)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
         if self.state is not None:
             self.state = tuple(x.repeat_interleave(repeats, dim=0) for x in self.state)
 
@@ -268,7 +262,6 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         return self.decoder.embedding
 
     def _set_gradient_checkpointing(self, enable: bool = True, every_n_layers: int = 1, **_: Any) -> None:
-        """Recompute the activations of layers in the backward pass, as `Decoder.checkpoint_activations` does."""
         self.gradient_checkpointing = enable
         self.decoder.checkpoint_activations(every_n_layers if enable else False)
 
