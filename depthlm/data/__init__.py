@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from depthlm.data.corpora.documents import documents, is_validation
-from depthlm.data.corpora.sources import text_files, train_sources, validation_sources
+from depthlm.data.corpora.sources import train_sources, validation_sources
 from depthlm.data.manifest import Manifest, verify
 from depthlm.data.mixture import shares
 from depthlm.data.preparation.prepare import check_prepared, prepare
@@ -21,7 +20,7 @@ from depthlm.errors import DataError
 from depthlm.lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from depthlm.data.sampler import IGNORED, Batches, DocumentRows, loader, sample_windows, validation_batches
+    from depthlm.data.sampler import IGNORED, Batches, DocumentRows, loader, validation_batches
 
 __all__ = [
     "IGNORED",
@@ -34,16 +33,12 @@ __all__ = [
     "Tokenizer",
     "bytes_tokenizer",
     "check_prepared",
-    "documents",
     "is_on_hub",
-    "is_validation",
     "loader",
     "open_corpus",
     "padded_vocab_size",
     "prepare",
-    "sample_windows",
     "shares",
-    "text_files",
     "token_folder",
     "token_folders",
     "train_bpe",
@@ -54,5 +49,5 @@ __all__ = [
     "vocab_size",
 ]
 
-_IN_SAMPLER = ("IGNORED", "Batches", "DocumentRows", "loader", "sample_windows", "validation_batches")
+_IN_SAMPLER = ("IGNORED", "Batches", "DocumentRows", "loader", "validation_batches")
 __getattr__ = lazy_attributes(__name__, dict.fromkeys(_IN_SAMPLER, "sampler"))

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthlm.data import IGNORED, Batches, DataError, TokenFiles, loader, sample_windows
+from depthlm.data import IGNORED, Batches, DataError, TokenFiles, loader
 from depthlm.data.preparation.progress import SplitWriter
-from depthlm.data.sampler import inputs_and_targets, key_of, most_repetitions, permute
+from depthlm.data.sampler import inputs_and_targets, key_of, most_repetitions, permute, sample_windows
 from depthlm.errors import UserError
 from depthlm.model.attention.context import find_documents
 

@@ -16,13 +16,12 @@ from depthlm.data import (
     DataError,
     Manifest,
     TokenFiles,
-    documents,
-    is_validation,
     open_corpus,
     prepare,
-    text_files,
     verify,
 )
+from depthlm.data.corpora.documents import documents, is_validation
+from depthlm.data.corpora.sources import text_files
 from depthlm.data.preparation.progress import SplitWriter
 from depthlm.data.settings import Data
 

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from depthlm.data import Manifest, Tokenizer, is_validation
-from depthlm.data.corpora.documents import held_out_share
+from depthlm.data import Manifest, Tokenizer
+from depthlm.data.corpora.documents import held_out_share, is_validation
 
 Row = dict[str, Any]
 

@@ -11,8 +11,8 @@ from backports import zstd
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthlm.data import DataError, documents
-from depthlm.data.corpora.documents import LONGEST, Reader, Record, held_out_share, is_validation
+from depthlm.data import DataError
+from depthlm.data.corpora.documents import LONGEST, Reader, Record, documents, held_out_share, is_validation
 from depthlm.data.corpora.formats import TextFile
 
 TEXTS = ["one", "two\nlines \u2028 and é", "🙂 three", "four <|endoftext|>"]

@@ -10,14 +10,13 @@ from depthlm.config import ConfigError
 from depthlm.data import (
     DataError,
     TokenFiles,
-    documents,
     open_corpus,
     prepare,
-    text_files,
     train_sources,
     validation_sources,
 )
-from depthlm.data.corpora.documents import PIECE
+from depthlm.data.corpora.documents import PIECE, documents
+from depthlm.data.corpora.sources import text_files
 from depthlm.data.settings import Data, Source
 
 
