@@ -226,19 +226,15 @@ def measure_sets(
     device = next(model.parameters()).device
     losses: dict[str, float | str | None] = {}
     for validation_set in sets:
-        windows = -(-(len(validation_set.tokens) - 1) // sequence_length)
-        batches: Iterator = validation_batches(validation_set.tokens, sequence_length, batch_size, documents=documents)
-        shown = track(
-            batches,
-            f"{validation_set.name}: {len(validation_set.tokens):,} tokens",
-            total=-(-windows // batch_size) if documents is None else None,
-            transient=True,
-        )
+        name, tokens = validation_set.name, validation_set.tokens
+        batches: Iterator = validation_batches(tokens, sequence_length, batch_size, documents=documents)
+        count = -(-(len(tokens) - 1) // (sequence_length * batch_size)) if documents is None else None
         with autocast:
+            shown = track(batches, f"{name}: {len(tokens):,} tokens", total=count, transient=True)
             total = total_loss(model, shown, device)
-        losses |= ValidationLosses({validation_set.name: finite(total.mean)}).row()
-        losses[f"validation/{validation_set.name}/bits_per_byte"] = validation_set.bits_per_byte(total)
-        losses[text_key(validation_set.name)] = validation_set.split.first_tokens(len(validation_set.tokens))
+        losses |= ValidationLosses({name: finite(total.mean)}).row()
+        losses[f"validation/{name}/bits_per_byte"] = validation_set.bits_per_byte(total)
+        losses[text_key(name)] = validation_set.split.first_tokens(len(tokens))
     return losses
 
 

@@ -107,13 +107,12 @@ def averages(names: Sequence[str], results: dict[str, Any]) -> dict[str, float]:
     suite = _suite(names)
     if suite is None:
         return {}
-    prefixes = dict.fromkeys(key.partition("/")[0] for key in results if "_shot/" in key)
-    complete = {
-        prefix: [results[f"{prefix}/{name}"] for name in suite.tasks]
-        for prefix in prefixes
-        if all(f"{prefix}/{name}" in results for name in suite.tasks)
-    }
-    return {f"{prefix}/average": sum(values) / len(values) for prefix, values in complete.items()}
+    found = {}
+    for prefix in dict.fromkeys(key.partition("/")[0] for key in results if "_shot/" in key):
+        values = [results[key] for name in suite.tasks if (key := f"{prefix}/{name}") in results]
+        if len(values) == len(suite.tasks):
+            found[f"{prefix}/average"] = sum(values) / len(values)
+    return found
 
 
 def task_manager(names: Sequence[str]) -> Any:

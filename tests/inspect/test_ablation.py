@@ -55,7 +55,7 @@ def test_command_ablates(trained, tmp_path, monkeypatch, capsys):
     inspect(monkeypatch, f"run={trained}", "ablate=edges", "tokens=96", f"to={tmp_path}/a", "renormalize=false")
     output = capsys.readouterr().out
     assert "96 tokens of the validation set local" in output
-    assert "moda: without the edge, the loss changes most for layer 1 from source" in output
+    assert "moda: rank correlation of |weight| and the change of the loss without the edge: " in output
     names = {"attention_residuals_ablation_edges.png", "moda_ablation_edges.png", "ablation_edges.npz"}
     assert {path.name for path in (tmp_path / "a").iterdir()} == names
     assert (tmp_path / "a" / "moda_ablation_edges.png").stat().st_size > 10_000
