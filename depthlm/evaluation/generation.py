@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from depthlm.build import load
 from depthlm.data import Tokenizer
@@ -107,9 +106,7 @@ def _continue(
     width = max(map(len, encoded))
     device = generator.device
     tokens_bt = torch.tensor([[0] * (width - len(ids)) + ids for ids in encoded], device=device)
-    padding_b: Tensor | None = torch.tensor([width - len(ids) for ids in encoded], device=device)
-    if len({len(ids) for ids in encoded}) == 1:
-        padding_b = None
+    padding = [width - len(ids) for ids in encoded]
     new = stream(
         model,
         tokens_bt,
@@ -120,7 +117,7 @@ def _continue(
         generator=generator,
         vocab_size=tokenizer.vocab_size,
         eos=tokenizer.end_of_text,
-        padding_b=padding_b,
+        padding_b=torch.tensor(padding, device=device) if any(padding) else None,
         prefill_chunk=arguments.prefill_chunk,
     )
     rows: list[list[int]] = [[] for _ in encoded]

@@ -1,7 +1,6 @@
 """The sources that a configuration trains and validates on, and the files of each, in a folder or on the hub."""
 
 import fnmatch
-import functools
 import hashlib
 import os
 import platform
@@ -140,11 +139,6 @@ def walk(root: Path, suffixes: tuple[str, ...]) -> tuple[list[TextFile], dict[st
     return files, unread
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Return whether a file's name below the root matches a pattern: `*` is any text, `**/` any folders or none."""
-    return _compile_pattern(pattern).match(name) is not None
-
-
 def _with_defaults(source: Source, data: Data, path: str | None) -> Source:
     shared = {entry.name for entry in fields(source)} - {"weight", "path"}
     missing = {name: getattr(data, name) for name in shared if getattr(source, name) is None}
@@ -193,7 +187,8 @@ def _split_matching(files: list[TextFile], source: Source, root: Path) -> tuple[
     """Return the training files and the held-out files (None without a pattern). Raises DataError without a match."""
     patterns = {"data.files": source.files, "data.validation_files": source.validation_files}
     set_patterns = {key: pattern for key, pattern in patterns.items() if pattern is not None}
-    matching = {key: [file for file in files if matches(file.name, pattern)] for key, pattern in set_patterns.items()}
+    compiled = {key: _compile_pattern(pattern) for key, pattern in set_patterns.items()}
+    matching = {key: [file for file in files if regex.match(file.name)] for key, regex in compiled.items()}
     if missing := [key for key in set_patterns if not matching[key]]:
         what = " and ".join(f"{key}={set_patterns[key]}" for key in missing)
         names = ", ".join(file.name for file in files[:3])
@@ -204,8 +199,8 @@ def _split_matching(files: list[TextFile], source: Source, root: Path) -> tuple[
     return [file for file in matching.get("data.files", files) if file not in excluded], held_out
 
 
-@functools.cache
 def _compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Return the expression of a pattern of names: `*` is any text, `**/` any folders or none."""
     # fnmatch leaves a private character unchanged
     translated = fnmatch.translate(re.sub(r"(^|(?<=/))\*\*/", "\ue000", pattern))
     return re.compile(translated.replace("\ue000", "(?:.*/)?"))

@@ -263,25 +263,20 @@ def _pieces(job: Job, start: Position) -> Iterator[tuple[Piece, int, Reader]]:
             reader = Reader(file, *limits)
             for record in reader.records(first_record):
                 after = Position(section, index, record.next)
-                if record.text is None:
-                    if record.bad != "empty" and job.data.on_bad_document == "error":
-                        remedy = REMEDIES.get(record.bad, "fix the file")
-                        remedy = f"Either {remedy}, or set data.on_bad_document=skip to skip and count such documents."
-                        raise DataError(record.why, file.location, remedy)
-                    yield Piece(False, "", True, after, record.bad), files_read, reader
+                bad, text = record.bad, record.text or ""
+                if bad not in ("", "empty") and job.data.on_bad_document == "error":
+                    remedy = REMEDIES.get(bad, "fix the file")
+                    remedy = f"Either {remedy}, or set data.on_bad_document=skip to skip and count such documents."
+                    raise DataError(record.why, file.location, remedy)
+                if not bad and files is not job.files.held_out and job.held_out_texts:
+                    bad = "held_out" if digest_of(text) in job.held_out_texts else ""
+                if bad:
+                    yield Piece(False, "", True, after, bad), files_read, reader
                     continue
-                if (
-                    files is not job.files.held_out
-                    and job.held_out_texts
-                    and digest_of(record.text) in job.held_out_texts
-                ):
-                    yield Piece(False, "", True, after, "held_out"), files_read, reader
-                    continue
-                held_out = is_validation(identity(record.name, record.text, job.data), fraction)
-                end = len(record.text)
-                for before, text in cut(record.text, job.tokenizer):
-                    end -= len(text)
-                    yield Piece(held_out, text, not end, after, before=before), files_read, reader
+                held_out, end = is_validation(identity(record.name, text, job.data), fraction), len(text)
+                for before, part in cut(text, job.tokenizer):
+                    end -= len(part)
+                    yield Piece(held_out, part, not end, after, before=before), files_read, reader
 
 
 def _encode(tokenizer: Tokenizer, batch: list[Piece], done: float, dtype: np.dtype[Any]) -> Encoded:
