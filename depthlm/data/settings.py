@@ -17,9 +17,7 @@ class Source:
     subset: str | None = key(None, "hub: configuration of the dataset; null: its only or default one")
     revision: str | None = key(None, "hub: branch, tag or commit of the dataset; null: main")
     split: str | None = key(None, "hub: split to read; null: train (in data.validation: validation)")
-    validation_split: str | None = key(
-        None, "hub: split used for validation; null: documents chosen by a hash of their names"
-    )
+    validation_split: str | None = key(None, "hub: split for validation; null: documents chosen by a hash")
     source: str | None = key(
         None, "folder or file of raw text, read instead of the hub; null: the default of the corpus", outside=True
     )
@@ -28,25 +26,17 @@ class Source:
     )
     validation_files: str | None = key(
         None,
-        "source: glob pattern of the validation files; null: documents chosen by a hash of their names",
+        "source: glob pattern of the validation files; null: documents chosen by a hash",
         outside=True,
     )
     suffixes: list[str] | None = key(None, "suffixes of the files to read from a folder of text")
     text_field: str | None = key(None, "JSON field or parquet column that contains the text")
-    path: str | None = key(
-        None, "folder of the token files; null: data/tokens/<name>-<hash of the settings>", outside=True
-    )
+    path: str | None = key(None, "folder of the token files; null: data/tokens/<name>-<hash>", outside=True)
     weight: float | None = key(None, "mixture: share of the tokens, relative to the other sources", above=0)
     license: str | None = key(None, "license of the text; informational", on_resume="free")
-    text_bytes: Count | None = key(
-        None, "approximate size of the text in bytes; only for estimates", minimum=1, on_resume="free"
-    )
-    num_tokens: Count | None = key(
-        None, "approximate number of tokens; only for estimates", minimum=1, on_resume="free"
-    )
-    download_bytes: Count | None = key(
-        None, "approximate download size in bytes; only for estimates", minimum=1, on_resume="free"
-    )
+    text_bytes: Count | None = key(None, "bytes of the text; only for estimates", minimum=1, on_resume="free")
+    num_tokens: Count | None = key(None, "number of tokens; only for estimates", minimum=1, on_resume="free")
+    download_bytes: Count | None = key(None, "bytes to download; only for estimates", minimum=1, on_resume="free")
 
 
 @dataclass(frozen=True)
@@ -119,10 +109,6 @@ class Data(Source):
         "what to do with a document that is not UTF-8, not JSON, too long or has no text field. error: stop the "
         "preparation; skip: skip and count it",
     )
-    max_document_bytes: Count = key(
-        2**30, "most bytes of a document or line; a longer one is bad", minimum=1, on_resume="free"
-    )
+    max_document_bytes: Count = key(2**30, "bytes above which a document or line is bad", minimum=1, on_resume="free")
     shard_tokens: Count = key(SHARD_TOKENS, "tokens per token file", minimum=1)
-    num_workers: int = key(
-        0, "processes that prefetch batches; does not change their order", minimum=0, on_resume="free"
-    )
+    num_workers: int = key(0, "processes that prefetch batches, in the same order", minimum=0, on_resume="free")

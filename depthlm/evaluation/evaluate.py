@@ -51,19 +51,14 @@ class Evaluate:
         "paper (Depth-Attention's eight), moda (MoDA's ten), lm-eval tasks, python_words (needs no download), or YAML "
         "files of tasks; null: losses",
     )
-    shots: list[int] | None = key(
-        None, "examples before a question; null: 0,5 for tasks=paper and 0 for any other task"
-    )
+    shots: list[int] | None = key(None, "examples before a question; null: 0, and 0,5 for tasks=paper")
     sets: list[str] | None = key(None, "folders of token files to measure on; null: the run's validation sets")
     datasets: str | None = key(None, "folder with the tasks' datasets, each under its name on the hub; null: the hub")
     batch_size: int = key(16, "sequences per batch; does not affect the results", minimum=1)
     limit: int | None = key(None, "use only the first questions of each task, for a quick try", minimum=1)
     precision: Literal["fp32", "bf16"] = key("fp32", "dtype of the computation")
     device: Device = key("auto", "auto: the GPU if there is one, else the CPU")
-    trust: list[str] | None = key(
-        None,
-        "modules that may define the run's own mechanism; run: also validation sets of another user's run",
-    )
+    trust: list[str] | None = key(None, "modules of the run's own mechanism; run: also sets of another user's run")
 
 
 def evaluate(arguments: Evaluate) -> dict[str, Any]:

@@ -41,14 +41,10 @@ class Generate:
     )
     temperature: float = key(0.8, "0: always the most likely token; lower values favor likely tokens", minimum=0)
     top_k: int | None = key(50, "sample only from the k most likely tokens", minimum=1)
-    top_p: float | None = key(
-        None, "sample only from the fewest tokens whose total probability reaches this", above=0, maximum=1
-    )
+    top_p: float | None = key(None, "sample from the fewest tokens with this probability", above=0, maximum=1)
     seed: int = key(1, "seed of the sampling", minimum=0)
     batch_size: int = key(16, "prompts of a file per batch", minimum=1)
-    prefill_chunk: int | None = key(
-        None, "tokens of the prompts per forward pass, which limits memory; null: all at once", minimum=1
-    )
+    prefill_chunk: int | None = key(None, "tokens of the prompts per forward pass; null: all at once", minimum=1)
     precision: Literal["fp32", "bf16"] = key("fp32", "dtype of the computation")
     device: Device = key("auto", "auto: the GPU if there is one, else the CPU")
     trust: list[str] | None = key(None, "modules that may define the run's own mechanism")

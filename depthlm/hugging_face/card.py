@@ -112,13 +112,13 @@ def write_card(
 
 def version_of(environment: Mapping[str, Any]) -> str:
     """Return the version of depthlm that trained a run, and its commit; empty where they are not recorded."""
-    versions, git = environment.get("versions"), environment.get("git")
-    version = versions.get("depthlm") if isinstance(versions, dict) else None
-    commit = git.get("commit") if isinstance(git, dict) else None
-    if not version:
+    records = (environment.get(name) for name in ("versions", "git"))
+    versions, git = (record if isinstance(record, dict) else {} for record in records)
+    if not versions.get("depthlm"):
         return ""
-    changed = " with uncommitted changes" if isinstance(git, dict) and git.get("changed") else ""
-    return f"depthlm {version}" + (f" (commit {str(commit)[:12]}{changed})" if commit else "")
+    changed = " with uncommitted changes" if git.get("changed") else ""
+    commit = f" (commit {str(git['commit'])[:12]}{changed})" if git.get("commit") else ""
+    return f"depthlm {versions['depthlm']}{commit}"
 
 
 def metadata(config: Config, results: Results, license: str | None) -> ModelCardData:

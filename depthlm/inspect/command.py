@@ -50,9 +50,7 @@ class Inspect:
     tokens: Count = key(8192, "maximum number of tokens of the first validation set", minimum=1)
     text: str | None = key(None, "your own text, instead of the validation set")
     device: environment.Device = key("auto", "auto: the GPU, or the CPU if there is none")
-    trust: list[str] | None = key(
-        None, "modules that may define the run's own mechanism; run: also the validation set of another user's run"
-    )
+    trust: list[str] | None = key(None, "modules of the run's own mechanism; run: also the set of another user's run")
 
 
 def inspect_run(arguments: Inspect) -> Path:

@@ -333,11 +333,9 @@ def _check_unknown(job: Job, writers: dict[bool, SplitWriter]) -> None:
 
 
 def _check_splits(job: Job, train: int, validation: int, skipped: Counter[str]) -> None:
-    where = job.files.description.get("root") or job.files.description.get("hub")
-    if not train and not validation:
-        reasons = ", ".join(f"{count} {REASONS[reason]}" for reason, count in skipped.items()) or "no documents"
-        raise DataError(f"nothing to train on ({reasons})", where, "Set data.source to a folder or file of text.")
     if not validation or not (train or job.validation_only):
-        what = f"{train} documents for training and {validation} for validation"
+        where = job.files.description.get("root") or job.files.description.get("hub")
+        reasons = "".join(f"; skipped {count} {REASONS[reason]}" for reason, count in skipped.items())
+        what = f"{train} documents for training and {validation} for validation{reasons}"
         remedy = "Give more documents with other text: a folder of many files, or one file, which is cut into many."
         raise DataError(what, where, remedy)
