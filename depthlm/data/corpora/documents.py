@@ -37,9 +37,14 @@ REASONS = {
     "long": "documents longer than data.max_document_bytes",
     "held_out": "documents that are also in the held-out files",
 }
-# Rows that are read at once; fewer where they have more than BATCH_BYTES. They are few because a file that repeats long
-# values may say that they have few bytes.
-ROWS, BATCH_BYTES = 16, 2**25
+# Rows that are read at once; fewer where they have more than BATCH_BYTES.
+ROWS, BATCH_BYTES = 64, 2**25
+# A column with a higher compression, or a larger dictionary than writers make, may repeat long values. It is read such
+# that each value is in memory once, which takes several times as long.
+COMPRESSION, DICTIONARY_BYTES = 50.0, 2**22
+ROWS_OF_DICTIONARY = 1024
+# Rows of a delta encoding, whose values share bytes, so that the library must copy them.
+ROWS_OF_DELTA = 16
 
 
 class Record(NamedTuple):
@@ -253,16 +258,21 @@ def values(raw: BinaryIO, column: str, start: int, longest: int, where: str) -> 
 
     table = pyarrow.parquet.ParquetFile(raw)
     _check(table.schema_arrow, column, where)
+    groups = [_chunks(table.metadata.row_group(group), column) for group in range(table.num_row_groups)]
+    max_rows = ROWS
+    if any(_may_repeat(chunk) for chunks in groups for chunk in chunks):
+        delta = any("DELTA" in encoding for chunks in groups for chunk in chunks for encoding in chunk.encodings)
+        max_rows = ROWS_OF_DELTA if delta else ROWS_OF_DICTIONARY
+        if not delta:
+            table = pyarrow.parquet.ParquetFile(raw, metadata=table.metadata, read_dictionary=[column])
     number = 0
-    for group in range(table.num_row_groups):
-        metadata = table.metadata.row_group(group)
-        rows = metadata.num_rows
+    for group, chunks in enumerate(groups):
+        rows = table.metadata.row_group(group).num_rows
         if number + rows <= start:
             number += rows
             continue
-        chunks = [metadata.column(index) for index in range(metadata.num_columns)]
-        size = sum(c.total_uncompressed_size for c in chunks if f"{c.path_in_schema}.".startswith(f"{column}."))
-        batch_rows = max(1, min(ROWS, BATCH_BYTES * rows // max(size, 1)))
+        per_row = sum(chunk.total_uncompressed_size for chunk in chunks) / max(rows, 1)
+        batch_rows = max(1, min(max_rows, int(BATCH_BYTES / max(per_row, 1))))
         for batch in table.iter_batches(batch_rows, row_groups=[group], columns=[column]):
             # by name: a column with a dot in its name is also the path of a field of a struct
             for value, size in _measure_sizes(batch.column(column), longest):
@@ -288,15 +298,34 @@ def _check(schema: "pa.Schema", column: str, where: str) -> None:
         raise DataError(f"the column {column!r} is of type {dtype}", where, "Set data.text_field to a column of text.")
 
 
+def _chunks(group: Any, column: str) -> list[Any]:
+    """Return the metadata of the chunks that reading the column reads."""
+    chunks = [group.column(index) for index in range(group.num_columns)]
+    return [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{column}.")]
+
+
+def _may_repeat(chunk: Any) -> bool:
+    dictionary = chunk.data_page_offset - chunk.dictionary_page_offset if chunk.has_dictionary_page else 0
+    return dictionary > DICTIONARY_BYTES or chunk.total_uncompressed_size > COMPRESSION * chunk.total_compressed_size
+
+
 def _measure_sizes(array: "pa.Array", longest: int) -> Iterator[tuple[bytes | None, int]]:
     """Yield the values and their sizes, as bytes, so that a value that is not UTF-8 does not fail the others."""
     import pyarrow as pa
 
-    array = array.dictionary_decode() if isinstance(array, pa.DictionaryArray) else array
-    if not pa.types.is_binary(array.type):
+    indices = array.indices.to_pylist() if isinstance(array, pa.DictionaryArray) else None
+    distinct = array if indices is None else array.dictionary
+    if not pa.types.is_binary(distinct.type):
         # these casts copy no value and check none
-        array = array.cast(pa.large_string()) if pa.types.is_string_view(array.type) else array
-        array = array.cast(pa.large_binary())
-    for value in array:
-        size = value.as_buffer().size if value.is_valid else 0
-        yield (value.as_py() if size <= longest else b""), size
+        distinct = distinct.cast(pa.large_string()) if pa.types.is_string_view(distinct.type) else distinct
+        distinct = distinct.cast(pa.large_binary())
+    if indices is None and distinct.nbytes <= longest:
+        yield from ((value, len(value or b"")) for value in distinct.to_pylist())
+        return
+    for index in range(len(distinct)) if indices is None else indices:
+        value = None if index is None else distinct[index]
+        if value is None or not value.is_valid:
+            yield None, 0
+        else:
+            size = value.as_buffer().size
+            yield (value.as_py() if size <= longest else b""), size
