@@ -92,9 +92,8 @@ class Sweep:
     @property
     def undecided(self) -> list[Undecided]:
         """The groups that have not chosen a value."""
-        records = {
-            point.directory: run for row in self.selection for point, run in zip(row.points, row.runs, strict=True)
-        }
+        chosen = ((point, run) for row in self.selection for point, run in zip(row.points, row.runs, strict=True))
+        records = {point.directory: run for point, run in chosen}
         points = [point for row in [*self.selection, *self.rows] for point in row.points]
         return find_undecided(points, records.__getitem__)
 
@@ -246,8 +245,7 @@ class Sweep:
         """The standard deviation that the choice of a value adds to the first column of each row, by its label."""
         column = self.first[1]
         chooses = [run for row in self.selection for run in row.runs]
-        same = bool(chooses) and selection_column(self.experiment, chooses) == column
-        selection = self.selection if same else []
+        selection = self.selection if chooses and selection_column(self.experiment, chooses) == column else []
         return {label: luck for each in self.series for label, luck in luck_of(each.rows, selection, column).items()}
 
     def _measure_pairs(self, pairs: Sequence[tuple[Row, Row | None]], column: Column) -> list[Measured | None]:
@@ -285,8 +283,7 @@ class Sweep:
             f"depthlm {depthlm.__version__}",
         ]
         text = ", ".join(filter(None, texts))
-        is_comparable = self.as_printed or not beside_paper
-        return text if is_comparable else f"ours: {text}; not comparable with the paper's numbers"
+        return text if self.as_printed or not beside_paper else f"ours: {text}; not comparable with the paper's numbers"
 
 
 def references_text(differences: Sequence[Difference]) -> str:
@@ -322,11 +319,8 @@ def read_sweep(
     rows = gather(points, read)
     columns, configs = experiment.columns or LOSS, [row.points[0].config_elsewhere() for row in rows]
     changed = [] if name is None else _list_changed(overrides, experiment, rows)
-    return with_derived(
-        Sweep(
-            experiment, rows, columns, configs, changed, gather(choosing, lambda directory: as_trained(read(directory)))
-        )
-    )
+    selection = gather(choosing, lambda directory: as_trained(read(directory)))
+    return with_derived(Sweep(experiment, rows, columns, configs, changed, selection))
 
 
 def with_derived(sweep: Sweep) -> Sweep:
