@@ -11,7 +11,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from depthlm.config.keys import keys, on_resume, override_text, value_at
+from depthlm.config.keys import declaration, keys, on_resume, override_text, value_at
 from depthlm.config.schema import Config
 from depthlm.counts import SCALES, parse_count
 from depthlm.run_directory import NO_RUNS
@@ -37,8 +37,9 @@ IMPORTANCE = (
 SHORTEST = ("optimizer", "schedule", "training", "data")
 # groups whose options say what they are
 BARE = ("model", "size", "data", "optimizer", "budget", "schedule", "precision", "deepspeed", "parametrization")
+NUMBER = r"\d+(\.\d+)?(e-\d+)?"
 # values that no other value is written like in a name: words, numbers, or a list of numbers
-EXACT = re.compile(r"[\w.+,]*|(\d+(\.\d+)?(e-\d+)?,?)+|\[[\d.,]*\]", re.ASCII)
+EXACT = re.compile(rf"([\w.+]+(,[\w.+]+)*)?|{NUMBER}(,{NUMBER})*|\[{NUMBER}(,{NUMBER})*\]", re.ASCII)
 # what every name begins with, or that sets it
 LEADING = ("model", "size", "seed", "model.name", "size.name")
 # powers of ten beyond which a number keeps its spelling
@@ -207,7 +208,7 @@ def join_name(head: str, settings: Mapping[str, str]) -> str:
     """Return a name: its head, then the settings, or those that fit and a hash of all."""
     parts = [part_of(name, value) for name, value in settings.items()]
     name = "-".join([head, *parts])
-    if len(name) <= LONGEST and all(map(EXACT.fullmatch, settings.values())):
+    if len(name) <= LONGEST and all(_is_exact(key, value) for key, value in settings.items()):
         return name
     text = "__".join(f"{name}-{value}" for name, value in sorted(settings.items()))
     shown = [head]
@@ -216,6 +217,13 @@ def join_name(head: str, settings: Mapping[str, str]) -> str:
             break
         shown.append(part)
     return "-".join([*shown, hashlib.sha256(os.fsencode(text)).hexdigest()[:HASH]])
+
+
+def _is_exact(name: str, value: str) -> bool:
+    key = declaration(name)
+    # a name has a list without its brackets
+    is_text_in_brackets = key is not None and key.is_text and value.startswith("[")
+    return EXACT.fullmatch(value) is not None and not is_text_in_brackets
 
 
 def part_of(name: str, value: str) -> str:

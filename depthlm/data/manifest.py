@@ -147,7 +147,7 @@ def verify(folder: str | Path, show: Callable[[int], object] = lambda read: None
     for name, sha256 in ({"tokenizer.json": manifest.tokenizer} | expected).items():
         file = Path(folder, name)
         if not file.is_file() or digest(file) != sha256:
-            raise DataError("a token file is missing, or differs from its digest in the manifest", file, _REMEDY)
+            raise DataError("a token file differs from its digest in the manifest, or is missing", file, _REMEDY)
         show(file.stat().st_size)
 
 

@@ -256,9 +256,8 @@ def load_tokenizer(name: str, end_of_text: str | None) -> Tokenizer:
 def check_end_of_text(tokenizer: str, token: str | None) -> None:
     """Raise DataError if `bytes` or `bpe`, which have their own, would get another end of text."""
     if token not in (None, END_OF_TEXT):
-        raise DataError(
-            f"tokenizer={tokenizer} ends documents with {END_OF_TEXT}", f"end of text {token}", "Leave it out."
-        )
+        what, remedy = f"tokenizer={tokenizer} ends documents with {END_OF_TEXT}", "Leave out data.end_of_text"
+        raise DataError(what, f"end of text {token}", f"{remedy}, or --end-of-text.")
 
 
 def bytes_tokenizer() -> Tokenizer:

@@ -41,7 +41,9 @@ class Generate:
     )
     temperature: float = key(0.8, "0: always the most likely token; lower values favor likely tokens", minimum=0)
     top_k: int | None = key(50, "sample only from the k most likely tokens", minimum=1)
-    top_p: float | None = key(None, "sample from the fewest tokens with this probability", above=0, maximum=1)
+    top_p: float | None = key(
+        None, "sample only from the fewest tokens with this total probability", above=0, maximum=1
+    )
     seed: int = key(1, "seed of the sampling", minimum=0)
     batch_size: int = key(16, "prompts of a file per batch", minimum=1)
     prefill_chunk: int | None = key(None, "tokens of the prompts per forward pass; null: all at once", minimum=1)

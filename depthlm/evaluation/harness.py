@@ -19,7 +19,7 @@ from depthlm.model import Decoder
 WORDS = {0: "zero", 1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 10: "ten"}
 WITHOUT_HUB = """Without access to the hub, do one of the following:
   - copy the hub's cache from a machine with access, and point HF_HOME at it
-  - give your own task on local files: <file>.yaml as a task
+  - give your own task on local files: tasks=<file>.yaml, or evaluation.tasks=[<file>.yaml]
   - for `evaluate`: on a machine with access, run hf download --repo-type dataset <name> --local-dir <folder>/<name>,
     with the name as above; copy the folder to this machine, and add datasets=<folder>"""
 # of the examples before a question, and of sampled answers; the default of the harness

@@ -195,6 +195,7 @@ def sizes(model: Decoder, config: Config) -> dict[str, str]:
 def protocol(config: Config, results: Results, environment: Mapping[str, Any]) -> dict[str, str]:
     """Return the rows of the table about how the model was trained."""
     texts, start = protocol_texts(config), config.fork_from or config.init_from
+    ranks = finite(environment.get("world_size")) or 1
     if not results.is_complete:
         texts["steps"] = f"{results.step:,} of {texts['steps']}: the run was not complete"
     names = ("steps", "batch", "optimizer", "peak learning rate", "parametrization", "schedule", "precision")
@@ -206,7 +207,7 @@ def protocol(config: Config, results: Results, environment: Mapping[str, Any]) -
         **{name: texts[name] for name in names if name in texts},
         "seed": f"{config.seed}",
         "trained with": version_of(environment),
-        "device": str(environment.get("device") or ""),
+        "device": str(environment.get("device") or "") + (f", {ranks:g} ranks" if ranks > 1 else ""),
     }
     return {name: text for name, text in rows.items() if text}
 
@@ -215,18 +216,19 @@ def losses(config: Config, results: Results, has_curve: bool) -> str:
     """Return the section on the losses, with the picture of their curve; empty where the run recorded no loss."""
     by_set, limit = ValidationLosses.of_row(results.measured).by_set, config.training.validation_tokens
     named = {f"validation, {name}": loss for name, loss in by_set.items()} | {"training": results.training}
-    rows = [
-        [name, f"{loss:,.4f}", f"{perplexity(loss) or math.inf:,.4f}"]
-        for name, loss in named.items()
-        if loss is not None
-    ]
-    if not rows:
+    if not by_set and results.training is None:
         return ""
+    rows = [
+        [name, "–", "–"] if loss is None else [name, f"{loss:,.4f}", f"{perplexity(loss) or math.inf:,.4f}"]
+        for name, loss in named.items()
+        if loss is not None or name != "training"
+    ]
     sets = "whole sets" if limit is None else f"at most {count_text(limit)} tokens of a set"
-    notes = f"Validation: {sets}, after step {results.measured['step']:,}. " if by_set else ""
+    notes = [f"Validation: {sets}, after step {results.measured['step']:,}."] if by_set else []
+    notes += ["Training: mean over the last logging interval."] if results.training is not None else []
     picture = f"\n\n![Training and validation loss over tokens]({CURVE})" if has_curve else ""
     head = ["", "loss (nats per token)", "perplexity"]
-    return f"\n## Losses\n\n{table(head, rows)}\n\n{notes}Training: mean over the last logging interval.{picture}\n"
+    return f"\n## Losses\n\n{table(head, rows)}\n\n{' '.join(notes)}{picture}\n"
 
 
 def corpus(config: Config, environment: Mapping[str, Any]) -> str:

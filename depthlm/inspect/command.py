@@ -71,24 +71,22 @@ def inspect_run(arguments: Inspect) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     if arguments.ablate is not None:
-        name, (pictures, messages) = (
-            f"ablation_{arguments.ablate}.npz",
-            ablate(run.model, run.batches(), arguments.renormalize),
-        )
+        name, about = f"ablation_{arguments.ablate}.npz", ""
+        pictures, messages = ablate(run.model, run.batches(), arguments.renormalize)
     else:
-        name, (pictures, messages) = "arrays.npz", draw_mechanism(run, arguments)
+        name, about = "arrays.npz", f", in windows of {run.windows()[0].shape[1]:,}"
+        pictures, messages = draw_mechanism(run, arguments)
     with writable(folder):
         for picture in pictures:
             save(picture.draw(), folder / f"{picture.name}.png")
-        arrays: dict[str, Any] = {name: array for picture in pictures for name, array in picture.arrays.items()}
+        arrays: dict[str, Any] = {of: array for picture in pictures for of, array in picture.arrays.items()}
         with replacing(folder / name) as temporary:
             np.savez_compressed(temporary, **arrays)
-    about = f"{len(run.tokens):,} tokens of {run.source}, in windows of {run.windows()[0].shape[1]:,}"
     width = max(len(f"{picture.name}.png") for picture in pictures)
-    lines = [about, *messages, f"{folder}:"]
+    lines = [f"{len(run.tokens):,} tokens of {run.source}{about}", *messages, f"{folder}:"]
     lines += [f"  {picture.name + '.png':{width}}  {picture.about}" for picture in pictures]
     lines.append(f"  {name:{width}}  the arrays that they show:")
-    lines += [f"    {name} {list(array.shape)}" for name, array in arrays.items()]
+    lines += [f"    {of} {list(array.shape)}" for of, array in arrays.items()]
     for line in lines:
         stdout_console().print(line, markup=False, soft_wrap=True)
     return folder

@@ -12,7 +12,7 @@ class Figure(NamedTuple):
     name: the array and the picture are called <mechanism>_<name>, such as dca_weights.
     axes: the name of each axis. One axis has any name, such as "source" or "layer": its entries are the columns of a
         grid, whose rows are the places in depth. Without such an axis, the values are a curve over depth. Others may be
-        - "batch" and "token", which are averaged over; with `text=`, `inspect` also draws the tokens one by one;
+        - "batch" and "token", which are averaged over;
         - "panel", first: each entry has a grid or a curve of its own, with a title in `panels`;
         - "head", and last "hidden", which are averaged over in the picture.
         Two axes of one name, such as "stream", are a map, which is also multiplied over depth. The axes "head",

@@ -6,7 +6,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import depthlm
@@ -94,6 +94,8 @@ def test_names_that_are_too_long_or_ambiguous_end_in_a_hash():
 
 
 @given(st.lists(st.tuples(st.sampled_from(["0.1", "0.2"]), st.text(max_size=80)), min_size=2, max_size=2, unique=True))
+@example([("0.1", ""), ("0.1", ",")])
+@example([("0.1", "1"), ("0.1", "[1]")])
 def test_different_settings_have_different_names(pairs):
     config = compose_anywhere()
     names = {run_name(replace(config, differences={"optimizer.lr": lr, "data.source": source})) for lr, source in pairs}

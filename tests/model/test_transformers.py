@@ -50,6 +50,7 @@ def pair(make_decoder, folder, backbone, kv_heads, changes):
         buffer.uniform_(-0.2, 0.2, generator=generator)
     weights = ours.state_dict()
     if backbone in mixtures.ARCHITECTURES:
+        assert native_type(ours) is None
         named, architecture = mixtures.export(backbone, weights), mixtures.ARCHITECTURES[backbone]
         settings = mixtures.settings(backbone, ours.size, ours.backbone)
     else:

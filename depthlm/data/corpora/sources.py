@@ -104,7 +104,8 @@ def root_of(name: str, source: Source) -> Path:
     if name == "stdlib":
         return Path(sysconfig.get_paths()["stdlib"])
     remedy = "Set data.source to a folder or file of text, or data.path to a folder with a manifest.json."
-    raise DataError("no text to prepare", source.path or f"corpus {name!r}", remedy)
+    what = "no token files, and no text to prepare" if source.path else "no text to prepare"
+    raise DataError(what, source.path or f"corpus {name!r}", remedy)
 
 
 def walk(root: Path, suffixes: tuple[str, ...]) -> tuple[list[TextFile], dict[str, list[str]]]:

@@ -338,4 +338,6 @@ def _check_splits(job: Job, train: int, validation: int, skipped: Counter[str]) 
         reasons = "".join(f"; skipped {count} {REASONS[reason]}" for reason, count in skipped.items())
         what = f"{train} documents for training and {validation} for validation{reasons}"
         remedy = "Give more documents with other text: a folder of many files, or one file, which is cut into many."
+        if not train and not validation:
+            remedy = "Set data.source to a folder or file of text, and data.text_field to the column of the text."
         raise DataError(what, where, remedy)

@@ -235,8 +235,9 @@ class ProgressBar(Progress):
             self._started = now, text_bytes, done
         since, bytes_before, done_before = self._started
         rate = (text_bytes - bytes_before) / max(now - since, 1e-9) / 1e6
-        remaining = duration_text((now - since) / max(done - done_before, 1e-9) * (1 - done))
-        text = f"tokenising {self.name}: {done:.1%}, {rate:.1f} MB/s, {tokens:,} tokens, about {remaining} left"
+        text = f"tokenising {self.name}: {done:.1%}, {rate:.1f} MB/s, {tokens:,} tokens"
+        if done > done_before:
+            text += f", about {duration_text((now - since) / (done - done_before) * (1 - done))} left"
         self.update(self._bar, completed=done, description=text)
         if not self.console.is_terminal and now >= self._line_at:
             self._line_at = now + LINE_EVERY
