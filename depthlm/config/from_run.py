@@ -1,6 +1,6 @@
 """Configurations that Hydra does not compose: `run=<directory>` with overrides on top, and `config=<file>` alone."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,9 @@ from yaml import YAMLError
 
 from depthlm.config.errors import ConfigError, nearest
 from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf
-from depthlm.config.keys import keys, on_resume
-from depthlm.config.names import (
-    by_importance,
-    by_name,
-    changed_settings,
-    given_names,
-    is_difference,
-    is_key,
-    join_name,
-    run_name,
-)
-from depthlm.config.resolve import ALTERNATIVES, LENGTHS
+from depthlm.config.keys import keys
+from depthlm.config.names import by_importance, by_name, changed_settings, is_difference, join_name
+from depthlm.config.resolve import LENGTHS
 from depthlm.config.saved import as_text, check_reach, check_trusted, fixed_changes, load_config, read_config, targets
 from depthlm.config.schema import Config
 from depthlm.config.validate.explain import OPEN, explain_overrides, not_an_override, one_line
@@ -36,7 +27,6 @@ RUN, FILE, TRUST = "run=", "config=", "trust="
 CONFIG = RunDirectory(Path()).config.name
 # groups that determine the whole configuration, so they cannot be changed in a complete one
 PROTOCOL = ("experiment", "budget")
-BATCH = ("training.batch_size", "training.batch_tokens")
 # keys of a single invocation of the command, reset to these defaults
 MOMENTARY = {"resume": "auto", "dry_run": False, "training.stop_after": None, "training.profile": False}
 
@@ -149,36 +139,23 @@ def changes(run: Path, config: Config) -> dict[str, str]:
 def place_derived(run: Path, saved: Config, config: Config, overrides: Sequence[str]) -> Config:
     """Return a configuration derived from a run with its directory: that of the run, unless the result would differ.
 
-    A run that derives from another one is named like it, with the settings that the overrides change.
+    Another one is beside the run, and has its name, a `+`, and the settings that the overrides change. Only derived
+    runs have a `+` there: other values of a resolved configuration than those of a direct command stay as they are.
     """
     changed = changed_settings(saved, config, overrides)
+    named = saved.differences
     if fixed_changes(saved, config):
-        config = replace(config, differences=_find_differences(saved, changed, overrides))
-    else:
-        config = replace(config, differences=saved.differences)
-    is_named = config.name is not None and config.name != saved.name
+        named = named | {name: text for name, text in changed.items() if is_difference(name)}
+    config = replace(config, differences={name: named[name] for name in by_importance(named)})
+    name = None if config.name == saved.name else config.name
     if by_name(overrides).get("output_dir", "null") == "null":
         if not _changes(saved, config):
             return replace(config, output_dir=str(run))
         # "." and ".." have a name only after they are resolved
         origin = run if run.name.strip(".") else run.resolve()
-        has_usual_name = origin.name == run_name(saved)
-        name = run_name(config) if has_usual_name else join_name(origin.name, changed)
-        config = replace(config, output_dir=str(origin.parent / (config.name if is_named and config.name else name)))
-    return config if is_named or config.output_dir == str(run) else replace(config, name=None)
-
-
-def _find_differences(saved: Config, changed: Mapping[str, str], overrides: Sequence[str]) -> dict[str, str]:
-    """Return the settings by which a run that derives from a saved one is named: its own, and those that change."""
-    given = {name for name in given_names(overrides) if on_resume(name) != "free"}
-    others = {other for names in (*ALTERNATIVES, BATCH) if {*names} & given for other in names} - given
-    # an option determines the keys of its group
-    groups = tuple(f"{name}." for name in given if not is_key(name))
-    kept = {
-        name: text for name, text in saved.differences.items() if name not in others and not name.startswith(groups)
-    }
-    named = kept | {name: text for name, text in changed.items() if is_difference(name)}
-    return {name: named[name] for name in by_importance(named)}
+        derived = "+".join(filter(None, [origin.name, join_name("", changed)]))
+        config = replace(config, output_dir=str(origin.parent / (name or derived)))
+    return config if config.output_dir == str(run) else replace(config, name=name)
 
 
 def _changes(saved: Config, config: Config) -> dict[str, str]:

@@ -205,18 +205,15 @@ def by_name(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def join_name(head: str, settings: Mapping[str, str]) -> str:
-    """Return a name: its head, then the settings, or those that fit and a hash of all."""
+    """Return a name: its head, which may be empty, then the settings, or those that fit and a hash of all."""
     parts = [part_of(name, value) for name, value in settings.items()]
-    name = "-".join([head, *parts])
+    name = "-".join(filter(None, [head, *parts]))
     if len(name) <= LONGEST and all(_is_exact(key, value) for key, value in settings.items()):
         return name
     text = "__".join(f"{name}-{value}" for name, value in sorted(settings.items()))
-    shown = [head]
-    for part in parts:
-        if len("-".join([*shown, part])) >= LONGEST - HASH:
-            break
-        shown.append(part)
-    return "-".join([*shown, hashlib.sha256(os.fsencode(text)).hexdigest()[:HASH]])
+    while parts and len("-".join(filter(None, [head, *parts]))) >= LONGEST - HASH:
+        parts.pop()
+    return "-".join(filter(None, [head, *parts, hashlib.sha256(os.fsencode(text)).hexdigest()[:HASH]]))
 
 
 def _is_exact(name: str, value: str) -> bool:

@@ -128,35 +128,35 @@ def test_overrides_that_affect_the_result_give_a_new_run_directory():
         # the same values as in the run
         "model=vanilla seed=1 optimizer.betas=[0.9,0.95]": BASE,
         "training.max_tokens=9M resume=extend": BASE,
-        "training.max_steps=900": "outputs/default/vanilla-tiny-seed1-max_steps900",
-        "training.max_steps=900 resume=extend seed=2": "outputs/default/vanilla-tiny-seed2-max_steps900",
-        "++seed=2 optimizer.lr=0.1 tracker=none": "outputs/default/vanilla-tiny-seed2-lr0.1",
+        "training.max_steps=900": f"{BASE}+max_steps900",
+        "training.max_steps=900 resume=extend seed=2": f"{BASE}+max_steps900-seed2",
+        "++seed=2 optimizer.lr=0.1 tracker=none": f"{BASE}+lr0.1-seed2",
         "seed=2 output_dir=elsewhere/${model.name}-${seed}": "elsewhere/vanilla-2",
         "output_dir=elsewhere": "elsewhere",
-        "seed=2 output_dir=null": "outputs/default/vanilla-tiny-seed2",
+        "seed=2 output_dir=null": f"{BASE}+seed2",
         "output_dir=null": BASE,
     }.items():
         assert from_run(*text.split()).output_dir == directory, text
 
 
-def test_a_run_that_derives_from_one_with_the_usual_name_has_its_settings_and_those_that_change():
-    mhc = ("model=mhc", "size=micro", "seed=2", "data.max_tokens=1M", "training.max_steps=40", "optimizer.lr=1e-3")
-    for own, overrides, name in (
-        # a length takes the place of another one, and an option that of another one with its keys
-        (mhc, ("training.max_tokens=2M",), "mhc-micro-seed2-lr1e-3-data.max_tokens1M-max_tokens2M"),
-        (mhc, ("optimizer=muon", "optimizer.lr=3e-3"), "mhc-micro-seed2-muon-lr3e-3-data.max_tokens1M-max_steps40"),
-        (
-            ("size=micro", "optimizer=muon", "optimizer.lr=0.5", "schedule=wsd"),
-            ("optimizer=adamw",),
-            "vanilla-micro-seed1-adamw-wsd",
-        ),
-        # parts that another machine or a budget chooses
-        (("size=micro", "budget=smoke"), ("optimizer.lr=0.5", "deepspeed=zero0"), "vanilla-micro-seed1-lr0.5-smoke"),
-    ):
-        origin = str(compose_anywhere(own).output_dir)
-        if not Path(origin).exists():
-            save(origin, *own)
-        assert from_run(*overrides, run=origin).output_dir == f"outputs/default/{name}"
+def test_a_derived_run_never_has_the_directory_of_a_direct_one():
+    own = ("model=mhc", "size=micro", "model.connection.num_streams=2", "training.max_steps=40")
+    origin = str(compose_anywhere(own).output_dir)
+    saved = save(origin, *own)
+    for text, name in {
+        # the rate and the length of a sequence stay those of micro
+        "size=1.5b": "1.5b",
+        "training.max_tokens=2M": "max_tokens2M",
+        "training.max_tokens=null optimizer.lr=0.5": "lr0.5",
+        "optimizer=muon optimizer.lr=5e-3": "muon-lr5e-3",
+        "model/connection=hyper_connections": "connection-hyper_connections",
+        "seed=2 size.hidden_size=64": "hidden_size64-seed2",
+    }.items():
+        derived = from_run(*text.split(), run=origin)
+        assert derived.output_dir == f"{origin}+{name}", text
+        assert derived.differences.keys() >= saved.differences.keys()
+    again = save(f"{origin}+seed2", *own, "seed=2")
+    assert from_run("optimizer.lr=0.5", run=str(again.output_dir)).output_dir == f"{origin}+seed2+lr0.5"
 
 
 def test_changes_list_only_settings_that_affect_the_result_and_a_fork_has_a_new_directory():
