@@ -100,9 +100,7 @@ def report_name(overrides: Sequence[str], baseline: str | None = None) -> str:
         if on_resume(name) != "free" or name == "experiment.best_over"
     }
     settings = {name: given[name] for name in sorted(given, key=importance)}
-    name = join_name("report", settings | ({} if baseline is None else {"baseline": baseline}))
-    # a group inside another one, such as model/connection
-    return name.replace("/", ".")
+    return join_name("report", settings | ({} if baseline is None else {"baseline": baseline}))
 
 
 def named_settings(overrides: Sequence[str]) -> dict[str, str]:
@@ -227,7 +225,8 @@ def part_of(name: str, value: str) -> str:
     """Return a setting as a part of a run's name, as in `lr1e-3`. value: a normal one."""
     text = _plain(short_value(value))
     separator = "" if text[:1].isdigit() and name not in BARE and is_key(name) else "-"
-    return _prefix_value(name, text, separator) or _plain(name)
+    # a group inside another one, such as model/connection
+    return _prefix_value(name, text, separator).rpartition("/")[2] or _plain(name)
 
 
 def _prefix_value(name: str, text: str, separator: str = " ") -> str:

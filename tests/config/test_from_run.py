@@ -150,7 +150,7 @@ def test_a_derived_run_never_has_the_directory_of_a_direct_one():
         "training.max_tokens=null optimizer.lr=0.5": "lr0.5",
         "optimizer=muon optimizer.lr=5e-3": "muon-lr5e-3",
         "model/connection=hyper_connections": "connection-hyper_connections",
-        "seed=2 size.hidden_size=64": "hidden_size64-seed2",
+        "seed=2 size.num_layers=3": "num_layers3-seed2",
     }.items():
         derived = from_run(*text.split(), run=origin)
         assert derived.output_dir == f"{origin}+{name}", text
