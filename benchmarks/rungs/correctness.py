@@ -227,7 +227,7 @@ def markdown(results: reporting.Results) -> str:
 
 def main() -> int:
     parser = reporting.parser_of(__doc__, processes=1)
-    parser.add_argument("subject", choices=("kernels", "graphs"))
+    parser.add_argument("subject", nargs="?", choices=("kernels", "graphs"), default="kernels")
     parser.add_argument("--tiny", action="store_true", help="a few tiny cases, for a test on a CPU")
     arguments = reporting.arguments_of(parser, markdown)
     steps = TINY_STEPS if arguments.tiny else STEPS

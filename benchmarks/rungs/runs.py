@@ -190,7 +190,7 @@ def markdown(results: Results) -> str:
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("run", choices=RUNS)
-    parser.add_argument("--scratch", type=Path, required=True, help="folder for checkpoints, up to 25 GB")
+    parser.add_argument("--scratch", type=Path, required=True, help="folder for checkpoints, up to 12 GB")
     parser.add_argument("--tiny", action="store_true", help="tiny runs, for a test on a CPU")
     arguments = arguments_of(parser, markdown)
     try:

@@ -96,10 +96,9 @@ def markdown(results: reporting.Results) -> str:
     for line in lines:
         shown = dict(line)
         if results.get("compared"):
-            vanilla = [
-                x.get("microseconds_per_token") for x in lines if (x["preset"], x["mode"]) == ("vanilla", line["mode"])
-            ]
-            if "microseconds_per_token" in line and vanilla and all(vanilla):
+            turns = [x for x in lines if (x["preset"], x["mode"]) == ("vanilla", line["mode"])]
+            vanilla = [x["microseconds_per_token"] for x in turns if "microseconds_per_token" in x]
+            if "microseconds_per_token" in line and vanilla:
                 shown["of_vanilla"] = line["microseconds_per_token"] / statistics.mean(vanilla)
             shown["paper"] = read_paper(line["size"], line["preset"])
         values = [reporting.number(shown.get(key), form) for key, (_, form) in COLUMNS.items()]

@@ -240,7 +240,7 @@ class Decoder(nn.Module):
         return depth, None
 
     def needed(self, prefix: Prefix) -> list[Tensor]:
-        """Return the distinct tensors of a prefix that later layers need, which a pipeline sends to them."""
+        """Return the tensors of a prefix that later layers need, which a pipeline sends to them."""
         _, attention = self.next_attention(prefix.position)
         of_depth = [] if attention is None else attention.retained(prefix.depth)
         return self.connections[2 * prefix.position].retained(prefix.state) + of_depth

@@ -26,7 +26,9 @@ def comparison_tables(sweep: Sweep) -> dict[str, list[Table]]:
         # of nearly equal width
         width = math.ceil(len(names) / math.ceil(len(names) / width))
         parts = [names[start : start + width] for start in range(0, len(names), width)]
-        tables[group] = [_compare(sweep, part, group) for part in parts]
+        of_all = [f"({number} of {len(parts)})" if len(parts) > 1 else "" for number in range(1, len(parts) + 1)]
+        titles = [" ".join(filter(None, [group, place])) for place in of_all]
+        tables[group] = [_compare(sweep, *pair) for pair in zip(parts, titles, strict=True)]
     return tables
 
 

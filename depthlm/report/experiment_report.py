@@ -39,11 +39,11 @@ from depthlm.runs.records import (
 LONGEST_REASON = 160
 STATES = (COMPLETE, RUNNING, STOPPED, FAILED, WAITING)
 LEGEND = (
-    f"{DASH}: the paper prints no number, or a complete run has none: `{command('-m depthlm evaluate', 'evaluate')} "
-    f"run=<run> tasks=...` measures tasks. {MISSING}: no run is complete. Bold: the best of ours, where the 95% "
-    "intervals of its differences from all others exclude 0. Points that differ only in the seed form one row: mean ± "
-    "sample standard deviation; after a number of the paper's, ± is the spread that it prints."
+    f"{DASH}: the paper prints no number, or a complete run has none. {MISSING}: no run is complete. Bold: the best of "
+    "ours, where the 95% intervals of its differences from all others exclude 0. Points that differ only in the seed "
+    "form one row: mean ± sample standard deviation; after a number of the paper's, ± is the spread that it prints."
 )
+TASKS = f"`{command('-m depthlm evaluate', 'evaluate')} run=<run> tasks=...` measures the tasks of a run."
 SUBSTITUTED = (
     "No complete run has a number of this experiment: its metrics need data or tasks that these runs do not have. The "
     "validation loss stands in for them, and the figure shows it."
@@ -61,6 +61,8 @@ def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:
     groups = comparison_tables(sweep)
     parts += [markdown(table) for tables in groups.values() for table in tables]
     parts.append(LEGEND)
+    if any("_shot/" in column.metric for column in sweep.columns.values()):
+        parts.append(TASKS)
     parts += differences_from_baseline(sweep)
     parts += choice_parts(sweep, folder)
     if sweep.experiment.figure == "scaling":

@@ -154,7 +154,7 @@ class MicroBatchGraphs:
     captured: the number of captures. reason: why one has failed; all later steps run without graphs.
     """
 
-    def __init__(self, engine: Engine, z_loss: float, factor: float, backend: Any) -> None:
+    def __init__(self, engine: Engine, z_loss: float, factor: float, backend: CudaGraphs) -> None:
         """z_loss: its weight. factor: of the loss. backend: `CudaGraphs`, or what tests on a CPU have in its place."""
         self.engine, self.z_loss, self.factor, self.backend = engine, z_loss, factor, backend
         self.parameters: list[nn.Parameter] = [p for p in engine.model.parameters() if p.requires_grad]

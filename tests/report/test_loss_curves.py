@@ -63,9 +63,28 @@ def test_validation_curves_have_a_point_for_each_validation(monkeypatch, over, p
 
 def test_validations_of_seeds_are_averaged_although_they_take_place_at_different_times():
     quick, slow = Line(np.array([1.0, 2.0]), np.array([9.0, 7.0])), Line(np.array([5.0, 10.0]), np.array([8.0, 5.0]))
-    (seconds, mean), perplexities = mean_line([quick, slow])
+    (seconds, mean), perplexities = mean_line([quick, slow], paired=True)
     np.testing.assert_array_equal([seconds, mean], [[3.0, 6.0], [8.5, 6.0]])
     np.testing.assert_array_equal(perplexities, [[9.0, 7.0], [8.0, 5.0]])
     # one of the runs has lost its first validation
-    (seconds, mean), _ = mean_line([slow, Line(np.array([6.0, 7.0, 10.0]), np.array([9.0, 8.0, 7.0]))])
+    (seconds, mean), _ = mean_line([slow, Line(np.array([6.0, 7.0, 10.0]), np.array([9.0, 8.0, 7.0]))], paired=True)
     np.testing.assert_array_equal([seconds, mean], [[10.0], [6.0]])
+
+
+def test_training_losses_of_seeds_are_averaged_at_the_same_tokens():
+    # each has a row more where it was stopped
+    ours = Line(np.array([10.0, 13.0, 20.0, 30.0]), np.array([4.0, 3.7, 3.0, 2.0]))
+    other = Line(np.array([10.0, 20.0, 27.0, 30.0]), np.array([6.0, 5.0, 4.3, 4.0]))
+    (tokens, mean), _ = mean_line([ours, other])
+    np.testing.assert_allclose([tokens, mean], [[10, 13, 20, 30], [5.0, 4.7, 4.0, 3.0]])
+
+
+def test_the_legend_of_many_curves_has_the_lowest_of_each_mechanism(monkeypatch):
+    rates = [round(0.001 * number, 3) for number in range(1, 14)]
+    of = experiment(points=[{"model": ["vanilla", "dca"], "optimizer.lr": rates, "task": "one"}])
+    for number, directory in enumerate(directories(of)):
+        write_run(directory, 3.0 + 0.01 * number)
+    figures = keep_figures(monkeypatch)
+    assert "the legend has the lowest of each mechanism" in reported(of)
+    (axes,) = [axes for axes in figures["loss_curves"].axes if axes.lines]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["dca", "vanilla"]

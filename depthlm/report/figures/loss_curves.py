@@ -1,6 +1,7 @@
 """Curves of many runs in one figure: training losses, a panel per task, or validation perplexities over one axis."""
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,8 @@ ACROSS = 3
 UNITS = {"seconds": 600.0, "minutes": 4 * 3600.0, "hours": math.inf}
 SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}
 VALIDATIONS = "Points: the validations, each the perplexity of the mean loss over the validation sets."
-# the height of a line of a legend, in inches
-LINE = 0.17
+# the height of a line of a legend and the width of a letter of it and of a title, in inches
+LINE, LETTER, TITLE_LETTER = 0.17, 0.075, 0.085
 
 
 @dataclass(frozen=True)
@@ -156,12 +157,16 @@ def draw_curves(
         return None
     across = 2 if len(panels) == 4 else min(ACROSS, len(panels))
     down = -(-len(panels) // across)
-    names = min(MOST_NAMED, max(len(panel.curves) for panel in panels))
-    high = 0.9 + max(3.6 if len(panels) == 1 else 2.8, names * LINE)
-    figure, axes = subplots(across, (8.5 if across == 1 else 6) * across, high * down, rows=down)
+    names = [name for panel in panels for name in _names(panel)]
+    lines = min(MOST_NAMED, max(len(panel.curves) for panel in panels))
+    high = 1.1 + max(3.6 if len(panels) == 1 else 2.8, lines * LINE)
+    # the legend is beside the axes
+    wide = (6.5 if across == 1 else 3.7) + 0.7 + LETTER * max(map(len, names))
+    figure, axes = subplots(across, wide * across, high * down, rows=down)
     for place, panel in zip(axes.flat, panels, strict=False):
         _draw(place, panel, quantity)
-        place.set_title(short(panel.title, 70), fontsize="medium", loc="left")
+        letters = int(wide / TITLE_LETTER)
+        place.set_title(textwrap.fill(short(panel.title, 2 * letters), letters), fontsize="medium", loc="left")
     for place in axes.flat[len(panels) :]:
         place.set_visible(False)
     for place in axes[:, 0]:
@@ -207,13 +212,13 @@ def smooth(loss: Any) -> Any:
     return np.where(valid, total / np.maximum(count, 1), np.nan)
 
 
-def mean_line(lines: Sequence[Line]) -> tuple[Line, Any]:
-    """Return the mean of lines, point by point, and their numbers, [lines, points].
+def mean_line(lines: Sequence[Line], paired: bool = False) -> tuple[Line, Any]:
+    """Return the mean of lines at the x of the first one that all others reach, and their numbers, [lines, points].
 
-    Validations of several runs may take place at different times, so x is a mean too. Lines with different numbers of
-    points are interpolated at the x of the first one that all others reach. A gap in one line is a gap of the mean.
+    The others are interpolated. A gap in one line is a gap of the mean. paired: whether the points of lines with as
+    many of them belong together, as validations that take place at different times; then x is a mean too.
     """
-    if len({len(line.x) for line in lines}) == 1:
+    if paired and len({len(line.x) for line in lines}) == 1:
         numbers = np.array([line.y for line in lines])
         return Line(np.mean([line.x for line in lines], axis=0), numbers.mean(axis=0)), numbers
     start, end = max(line.x[0] for line in lines), min(line.x[-1] for line in lines)
@@ -230,17 +235,17 @@ def _draw(axes: Any, panel: Panel, quantity: Quantity) -> None:
     # the end of each curve, its entry in a legend and its mechanism
     named: list[tuple[float, Any, Mechanism]] = []
     styles = style_of([curve.mechanism for curve in panel.curves])
-    names = distinct([curve.name for curve in panel.curves])
-    for curve, name, style in zip(panel.curves, names, styles, strict=True):
+    for curve, name, style in zip(panel.curves, _names(panel), styles, strict=True):
         lines = _draw_curve(axes, curve, style, quantity)
         drawn += lines
         if lines:
-            entry = Line2D([], [], color=style.colour, ls=style.dash, label=f"{name}{_state(curve)}")
+            entry = Line2D([], [], color=style.colour, ls=style.dash, label=name)
             named.append((lines[-1].end[1], entry, curve.mechanism))
     # from top to bottom, as the curves end
     named.sort(key=lambda one: -one[0])
     if len(named) > MOST_NAMED:
-        named = list({mechanism: (end, entry, mechanism) for end, entry, mechanism in named}.values())
+        lowest = {mechanism: (end, entry, mechanism) for end, entry, mechanism in named}
+        named = sorted(lowest.values(), key=lambda one: -one[0])
         for _, entry, mechanism in named:
             entry.set_label(short(mechanism.name))
     _limit(axes, drawn)
@@ -268,7 +273,8 @@ def _draw_curve(axes: Any, curve: LossCurve, style: Style, quantity: Quantity) -
         else:
             axes.plot(*line, alpha=0.5, lw=1.5 if single else 0.7, **look)
             axes.plot(*line.end, "x", color=style.colour, ms=7, mew=1.8)
-    mean, losses = mean_line(complete) if complete else (Line(np.array([]), np.array([])), np.array([]))
+    paired = quantity.marker is not None
+    mean, losses = mean_line(complete, paired) if complete else (Line(np.array([]), np.array([])), np.array([]))
     if not np.isfinite(mean.y).any():
         for line in complete:
             axes.plot(*line, lw=0.7, **look)
@@ -280,8 +286,13 @@ def _draw_curve(axes: Any, curve: LossCurve, style: Style, quantity: Quantity) -
     return [*lines, mean]
 
 
+def _names(panel: Panel) -> list[str]:
+    """Return the names of a panel's curves, each with the state of a run that is alone and not complete."""
+    names = distinct([curve.name for curve in panel.curves])
+    return [f"{name}{_state(curve)}" for name, curve in zip(names, panel.curves, strict=True)]
+
+
 def _state(curve: LossCurve) -> str:
-    """Return the state of a run that is alone and not complete, for the legend."""
     run = curve.runs[0]
     is_alone = len(curve.runs) == 1 and run.state != COMPLETE and run.step is not None
     return f" ({run.state}, step {run.step:,})" if is_alone else ""

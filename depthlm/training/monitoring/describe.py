@@ -115,12 +115,15 @@ def summary_of(
     texts: Mapping[str, str],
     last: Mapping[str, Any],
     cost: Cost,
-    **measured: float | None,
+    *,
+    unigram_entropy: float | None,
+    mfu: float | None,
+    peak_memory_gib: float,
 ) -> dict[str, Any]:
     """Return the content of summary.json.
 
     losses: of the last validation. texts: what it was measured on, by set. last: the last row of metrics.jsonl.
-    measured: unigram_entropy, of the corpus, in nats per token; mfu, that of the whole run; peak_memory_gib.
+    unigram_entropy: of the corpus, in nats per token. mfu: that of the whole run.
     """
     return {
         "parameters": cost.parameters,
@@ -131,7 +134,9 @@ def summary_of(
         "validation_perplexity": perplexity(losses.mean),
         **losses.row(),
         **{text_key(name): text for name, text in texts.items()},
-        **measured,
+        "unigram_entropy": unigram_entropy,
+        "mfu": mfu,
+        "peak_memory_gib": peak_memory_gib,
         "forward_flops_per_token": cost.flops_per_token / 3,
         "training_flops": cost.flops_per_token * progress.tokens,
         "cache_bytes_per_token": cost.cache_bytes_per_token,

@@ -158,6 +158,8 @@ def start_profiler(directory: Path) -> torch.profiler.profile:
     path = RunDirectory(directory).trace
 
     def write(profiler: torch.profiler.profile) -> None:
+        if profiler.step_num < FIRST_PROFILED:
+            return
         path.parent.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(path))
         recorded, shown = profiler.step_num - FIRST_PROFILED + 1, path.relative_to(directory)
