@@ -20,15 +20,16 @@ def comparison_tables(sweep: Sweep) -> dict[str, list[Table]]:
     groups: dict[str, list[str]] = {}
     for name, column in sweep.columns.items():
         groups.setdefault(column.group, []).append(name)
-    tables = {}
+    tables: dict[str, list[Table]] = {}
     for group, names in groups.items():
         width = WITH_PAPER if any(map(sweep.is_printed, names)) else ALONE
         # of nearly equal width
         width = math.ceil(len(names) / math.ceil(len(names) / width))
         parts = [names[start : start + width] for start in range(0, len(names), width)]
-        of_all = [f"({number} of {len(parts)})" if len(parts) > 1 else "" for number in range(1, len(parts) + 1)]
-        titles = [" ".join(filter(None, [group, place])) for place in of_all]
-        tables[group] = [_compare(sweep, *pair) for pair in zip(parts, titles, strict=True)]
+        tables[group] = []
+        for number, part in enumerate(parts, 1):
+            place = f"({number} of {len(parts)})" if len(parts) > 1 else ""
+            tables[group].append(_compare(sweep, part, f"{group} {place}".strip()))
     return tables
 
 

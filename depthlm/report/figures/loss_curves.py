@@ -65,8 +65,8 @@ class Line(NamedTuple):
 class Quantity(NamedTuple):
     """What curves show. read: a run's line, without points where it has none. x, y: the titles of the axes.
 
-    note: for the reader of a report. marker: of each point; None: only a line. counts: whether x is a number such as
-    10M tokens.
+    note: for the reader of a report. marker: of each point; None: only a line. paired: as of `mean_line`. counts:
+    whether x is a number such as 10M tokens.
     """
 
     read: Callable[[RunRecord], Line]
@@ -74,6 +74,7 @@ class Quantity(NamedTuple):
     y: str
     note: str
     marker: str | None = None
+    paired: bool = False
     counts: bool = True
 
 
@@ -145,7 +146,7 @@ def _quantity(over: str, runs: list[RunRecord]) -> Quantity:
         return Line(np.array([x for x, _ in points], float), np.array([y for _, y in points], float))
 
     title = f"training time ({unit})" if over == "time" else over
-    return Quantity(read, title, "validation perplexity", VALIDATIONS, marker="o", counts=over != "time")
+    return Quantity(read, title, "validation perplexity", VALIDATIONS, "o", paired=True, counts=over != "time")
 
 
 def draw_curves(
@@ -273,8 +274,8 @@ def _draw_curve(axes: Any, curve: LossCurve, style: Style, quantity: Quantity) -
         else:
             axes.plot(*line, alpha=0.5, lw=1.5 if single else 0.7, **look)
             axes.plot(*line.end, "x", color=style.colour, ms=7, mew=1.8)
-    paired = quantity.marker is not None
-    mean, losses = mean_line(complete, paired) if complete else (Line(np.array([]), np.array([])), np.array([]))
+    nothing = Line(np.array([]), np.array([])), np.array([])
+    mean, losses = mean_line(complete, quantity.paired) if complete else nothing
     if not np.isfinite(mean.y).any():
         for line in complete:
             axes.plot(*line, lw=0.7, **look)
