@@ -23,7 +23,7 @@ import depthlm
 from benchmarks import mechanisms as presets
 from benchmarks.shared import interleaved, reporting
 from benchmarks.shared.decoders import transformers_decoder
-from depthlm.config import compose_anywhere, mechanisms
+from depthlm.config import compose, mechanisms
 from depthlm.machine import environment
 from depthlm.model import Decoder
 from depthlm.model.generation import generate, prefill
@@ -49,7 +49,7 @@ class Task(NamedTuple):
 def build(name: str, task: Task) -> tuple[Decoder, Tensor]:
     """Return a preset with its initial weights, and a prompt. name: the preset, optionally followed by overrides."""
     preset, *settings = name.split()
-    config = compose_anywhere([*task.overrides, f"model={preset}", *settings])
+    config = compose([*task.overrides, f"model={preset}", *settings], here=False)
     model = depthlm.build_model(config, environment.device_type()).eval()
     generator = torch.Generator().manual_seed(0)
     tokens_bt = torch.randint(model.size.vocab_size, (task.batch, task.prompt), generator=generator)

@@ -75,7 +75,7 @@ def summary(arguments: list[str], program: str) -> None:
         parser.error("--io is an option of --overhead")
     from depthlm.accounting.overhead import print_overhead, print_pipeline
     from depthlm.accounting.summary import print_summary
-    from depthlm.config import compose_anywhere
+    from depthlm.config import compose
 
     common = parsed.overrides, parsed.config_dir, parsed.json
     if parsed.overhead:
@@ -83,7 +83,7 @@ def summary(arguments: list[str], program: str) -> None:
     elif parsed.pipeline:
         print_pipeline(parsed.pipeline, *common)
     else:
-        print_summary(compose_anywhere(parsed.overrides, parsed.config_dir), parsed.gpus, parsed.json)
+        print_summary(compose(parsed.overrides, parsed.config_dir, here=False), parsed.gpus, parsed.json)
 
 
 def report(arguments: list[str], program: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from depthlm.config import Config, compose_anywhere
+from depthlm.config import Config, compose
 from depthlm.locations import CONF
 
 PARTS = ("connection", "attention")
@@ -38,7 +38,7 @@ def mechanism(preset: str) -> dict[str, dict[str, Any]]:
 @cache
 def composed(*overrides: str) -> Config:
     """Return a composed configuration, which no test changes."""
-    return compose_anywhere([*overrides])
+    return compose([*overrides], here=False)
 
 
 @cache

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 import depthlm
 from depthlm.accounting.memory import MemoryEstimator
-from depthlm.config import ConfigError, compose_anywhere
+from depthlm.config import ConfigError, compose
 from depthlm.optimizers.build import build_optimizer, state_bytes
 from depthlm.optimizers.muon import MuonAndAdamW
 from depthlm.runs.records import read_metrics
@@ -67,7 +67,7 @@ def test_the_bytes_of_the_states_equal_those_of_an_optimizer_after_a_step(mine, 
     if name in LIBRARY:
         pytest.importorskip("pytorch_optimizer")
     given = ["size=micro", "model=dca", f"backbone={backbone}", f"optimizer={name}", "schedule=constant"]
-    config = compose_anywhere(given, mine)
+    config = compose(given, mine, here=False)
     model = depthlm.build_model(config)
     optimizer = build_optimizer(model, config.optimizer)
     tokens = torch.arange(32).view(2, 16)
@@ -136,7 +136,7 @@ def test_an_optimizer_of_the_user_states_what_it_refuses(mine):
                                          "allowed: share; did you mean `share`?"),
     ):  # fmt: skip
         with pytest.raises(ConfigError) as refused:
-            compose_anywhere(["optimizer=sign", *overrides], mine)
+            compose(["optimizer=sign", *overrides], mine, here=False)
         assert refused.value.errors == [error]
 
 
@@ -144,7 +144,7 @@ def test_what_a_librarys_optimizer_needs_is_refused_with_what_is_allowed(monkeyp
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "pytorch_optimizer", None)
         with pytest.raises(ConfigError, match=r"pytorch_optimizer is not installed; pip install .*optimizers"):
-            compose_anywhere(["optimizer=soap"])
+            compose(["optimizer=soap"], here=False)
     pytest.importorskip("pytorch_optimizer")
     for overrides, error in (
         (["optimizer=soap", "deepspeed=zero2"], "optimizer=soap with deepspeed.stage=2: pytorch_optimizer.SOAP needs "
@@ -156,4 +156,4 @@ def test_what_a_librarys_optimizer_needs_is_refused_with_what_is_allowed(monkeyp
         (["optimizer=ademamix", "optimizer.settings.alpha=-1"], "optimizer: pytorch_optimizer.AdEMAMix: .*alpha"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=error):
-            compose_anywhere(["size=micro", *overrides])
+            compose(["size=micro", *overrides], here=False)

@@ -18,7 +18,7 @@ from benchmarks.fake_gpu import launches
 from benchmarks.fake_gpu.launches import Specialization
 from depthlm.accounting.tracing import trace
 from depthlm.build import build_model
-from depthlm.config import Config, compose_anywhere
+from depthlm.config import Config, compose
 from depthlm.model import Decoder, compile_sublayers
 from depthlm.ops.library import FUNCTIONS
 
@@ -42,7 +42,7 @@ def rehearse(overrides: list[str], micro_batch_size: int, precision: str, compil
     code: whether to compile each version of the Triton kernels and to inspect its machine code.
     Raises: RuntimeError where the host needs a shape that depends on values.
     """
-    config = compose_anywhere(overrides, None)
+    config = compose(overrides, here=False)
     model, counter = model_of(config), LaunchCounter()
     launches.record_launches(counter.launched)
     dtype = torch.float32 if precision == "autocast" else torch.bfloat16

@@ -27,7 +27,7 @@ from benchmarks.shared import reporting
 from benchmarks.shared.decoders import training_of
 from benchmarks.shared.operators import CASES, Make, Shape, difference, shape_of, step
 from benchmarks.shared.side_by_side import Job, check_lines
-from depthlm.config import compose_anywhere, mechanisms
+from depthlm.config import compose, mechanisms
 from depthlm.distributed.process_group import start_distributed
 from depthlm.machine import environment
 from depthlm.training.setup import start_process
@@ -70,7 +70,7 @@ def check_operator(name: str, shape: Shape, dtype: torch.dtype) -> dict[str, Any
 def losses(preset: str, kernels: str, dtype: torch.dtype, tokens: int, steps: int) -> Tensor:
     """Return the losses per token of a tiny decoder before and after each step of AdamW."""
     device = environment.device_type()
-    config = compose_anywhere([f"model={preset}", "size=micro", f"kernels={kernels}"])
+    config = compose([f"model={preset}", "size=micro", f"kernels={kernels}"], here=False)
     model = depthlm.build_model(config, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(0)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from depthlm.config import compose_anywhere
+from depthlm.config import compose
 from depthlm.model.read_ahead import READS
 from depthlm.ops.attention_residuals.naive import depth_attend
 from depthlm.ops.autograd import present
@@ -121,7 +121,7 @@ def difference(actual: Outputs, expected: Outputs) -> float:
 
 def shape_of(size: str, batch: int, length: int) -> Shape:
     """Return the shape of a size of conf/size, with MoDA's entries (attentions and MLPs) at the middle layer."""
-    config = compose_anywhere([f"size={size}"]).size
+    config = compose([f"size={size}"], here=False).size
     heads = config.num_heads, config.num_kv_heads, config.head_size
     return Shape(batch, length, config.hidden_size, config.num_layers, *heads, entries=config.num_layers // 2 * 2)
 

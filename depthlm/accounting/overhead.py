@@ -29,7 +29,7 @@ from torch import Tensor
 
 from depthlm.accounting.cost import BYTES_PER_VALUE, cache_bytes_per_token, count_parameters, linear_flops
 from depthlm.build import build_model
-from depthlm.config import ConfigError, compose_anywhere, mechanisms
+from depthlm.config import ConfigError, compose, mechanisms
 from depthlm.console import stderr_console, stdout_console
 from depthlm.counts import format_count
 from depthlm.errors import UserError
@@ -94,7 +94,7 @@ def decoders(overrides: Sequence[str], config_dir: str | Path | None) -> Iterato
     if refused:
         raise ConfigError([f"{override}: every mechanism is covered; leave it out" for override in refused])
     for name in track(mechanisms(config_dir), "mechanisms", console=stderr_console(), transient=True):
-        yield name, build_model(compose_anywhere([*overrides, f"model={name}"], config_dir), "meta")
+        yield name, build_model(compose([*overrides, f"model={name}"], config_dir, here=False), "meta")
 
 
 def overhead(model: Decoder) -> Overhead:

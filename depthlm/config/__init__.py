@@ -1,6 +1,6 @@
 """Configuration: the schema, and the composition of overrides into a checked `Config`."""
 
-from depthlm.config.compose import compose, compose_anywhere, mechanisms, resolve_and_check
+from depthlm.config.compose import compose, mechanisms, resolve_and_check
 from depthlm.config.errors import ConfigError
 from depthlm.config.from_run import changes, run_of
 from depthlm.config.protocol import prepare_command
@@ -11,7 +11,6 @@ __all__ = [
     "ConfigError",
     "changes",
     "compose",
-    "compose_anywhere",
     "mechanisms",
     "prepare_command",
     "resolve_and_check",

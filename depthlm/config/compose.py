@@ -35,34 +35,24 @@ from depthlm.locations import CONF
 from depthlm.machine import environment
 
 
-def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> Config:
-    """Return the configuration of `python train.py <overrides>`, resolved and checked for this machine.
+def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None, *, here: bool = True) -> Config:
+    """Return the configuration of `python train.py <overrides>`, resolved and checked.
 
     With `run=<directory>`, this is the configuration of that run with the other overrides on top. With `config=<file>`,
     it is that of the file, which may name any class, as the files in config_dir may.
 
     config_dir: an additional folder of configuration files, as with `--config-dir`.
+    here: whether this machine trains it, so that its devices, files and packages are checked and precision=auto is what
+        it computes fast; otherwise precision=auto is bf16.
 
     Raises ConfigError with all mistakes in the overrides; if there are none, with all mistakes across fields. Raises
     UserError for the run of somebody else that names paths, addresses or services.
     """
     config, saved = _compose_fields(overrides, config_dir)
     run = run_of(overrides)
-    if run is not None and saved is not None:
+    if here and run is not None and saved is not None:
         check_origin(run, saved, overrides)
-    return _resolve_and_check(config, overrides, saved, config_dir)
-
-
-def compose_anywhere(
-    overrides: Sequence[str] = (), config_dir: str | Path | None = None, auto_precision: str = "bf16"
-) -> Config:
-    """Return the configuration that `compose` returns on a machine that has the devices, files and packages it names.
-
-    auto_precision: what precision=auto is there.
-    """
-    config, saved = _compose_fields(overrides, config_dir)
-    config = _resolve(config, overrides, saved, config_dir, lambda config: auto_precision)
-    return _refuse_mistakes(config, check_together(config, given_names(overrides)))
+    return _resolve_and_check(config, overrides, saved, config_dir, here)
 
 
 def compose_unchecked(overrides: Sequence[str], config_dir: str | Path | None = None) -> Config:
@@ -84,7 +74,7 @@ def _compose_unchecked(overrides: tuple[str, ...], config_dir: str | Path | None
 
 def resolve_and_check(raw: DictConfig, overrides: Sequence[str], config_dir: str | Path | None = None) -> Config:
     """Return a configuration that Hydra composed, resolved and checked for this machine. Raises ConfigError."""
-    return _resolve_and_check(_check_raw(raw, overrides), overrides, None, config_dir)
+    return _resolve_and_check(_check_raw(raw, overrides), overrides, None, config_dir, here=True)
 
 
 def mechanisms(config_dir: str | Path | None = None) -> list[str]:
@@ -152,19 +142,15 @@ def _fast_precision(config: Config) -> str:
 
 
 def _resolve_and_check(
-    config: Config, overrides: Sequence[str], saved: Config | None, config_dir: str | Path | None
+    config: Config, overrides: Sequence[str], saved: Config | None, config_dir: str | Path | None, here: bool
 ) -> Config:
     points = [point for point in config.experiment.points if isinstance(point, dict)]
     # the keys whose value is another point of the experiment
     starts = {str(name) for point in points for name, value in point.items() if str(value).startswith("@")}
-    config = _resolve(config, overrides, saved, config_dir, _fast_precision)
-    given = given_names(overrides)
-    return _refuse_mistakes(
-        config, [*check_together(config, given), *check_machine(config), *check_starts(config, starts)]
-    )
-
-
-def _refuse_mistakes(config: Config, errors: list[str]) -> Config:
+    config = _resolve(config, overrides, saved, config_dir, _fast_precision if here else lambda config: "bf16")
+    errors = check_together(config, given_names(overrides))
+    if here:
+        errors += [*check_machine(config), *check_starts(config, starts)]
     if errors:
         raise ConfigError(errors)
     return config

@@ -12,7 +12,6 @@ from depthlm.locations import command
 from depthlm.report.choice import choice_tables
 from depthlm.report.comparison import comparison_tables
 from depthlm.report.experiment_report import experiment_report, state_line, warnings, with_available_metric
-from depthlm.report.figures.loss_curves import panels_of
 from depthlm.report.runs_report import NO_DIFFERENCE, REPORT, SETTINGS, find_runs, holds_run, runs_report
 from depthlm.report.sweep import read_sweep, with_baseline
 from depthlm.report.sweep_report import results_table, sweep_report
@@ -62,7 +61,7 @@ def _report_sweep(
     if sweep.experiment.name:
         path, tables = _write(folder, lambda: experiment_report(sweep, folder))
     else:
-        path, tables = _write(folder, lambda: sweep_report(sweep, folder, panels_of(sweep)))
+        path, tables = _write(folder, lambda: sweep_report(sweep, folder))
     waiting = [f"{undecided_text(sweep.undecided)}."] if sweep.undecided else []
     _show(path, tables, [*warnings(sweep), f"{state_line(sweep.runs)}.", *waiting])
     if all(run.state == WAITING for run in sweep.runs):

@@ -107,7 +107,7 @@ def draw_costs(sweep: Sweep, rows: Sequence[Row], costs: Mapping[str, Column], p
     name, column = sweep.first
     numbers = sweep.pooled_numbers()
     series = [each for each in sweep.series if any(row in rows for row in each.rows)]
-    styles = style_of([mechanism_of(each.rows[0].points[0]) for each in series])
+    styles = style_of([mechanism_of(each.rows[0]) for each in series])
     shown = [cost for cost in costs.values() if any(measure_column(row, cost) is not None for row in rows)]
     rows_of_panels = math.ceil(len(shown) / 2)
     figure, axes = subplots(2, 9.6, 0.6 + 3.6 * rows_of_panels, rows=rows_of_panels, sharey=True)

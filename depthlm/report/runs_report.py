@@ -11,8 +11,6 @@ from depthlm.config.keys import on_resume, override_text
 from depthlm.config.names import by_importance, normal_value, setting_texts
 from depthlm.config.resolve import LENGTHS
 from depthlm.errors import UserError
-from depthlm.report.figures.loss_curves import panels_of
-from depthlm.report.figures.style import mechanism_of_run
 from depthlm.report.rows import Row, with_unique_labels
 from depthlm.report.sweep import LOSS, Sweep, with_baseline
 from depthlm.report.sweep_report import sweep_report
@@ -90,8 +88,7 @@ def runs_report(runs: Sequence[RunRecord], folder: Path, baseline: str | None = 
     tables = difference_tables({label: config for label, config in settings.items() if config})
     unread = ", ".join(str(run.directory) for run in runs if run not in readable)
     notes = [f"No readable config.yaml, so not in the table: {plain(unread)}."] if unread else []
-    panels = panels_of(sweep, lambda row: mechanism_of_run(row.label, row.runs[0].directory, settings[row.label]))
-    return sweep_report(sweep, folder, panels, tables, notes)
+    return sweep_report(sweep, folder, tables, notes)
 
 
 def sweep_of_runs(runs: Sequence[RunRecord], configs: Sequence[dict[str, Any]]) -> Sweep:

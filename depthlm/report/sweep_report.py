@@ -9,7 +9,7 @@ from depthlm.report.choice import choice_parts, choice_state, choice_tables, set
 from depthlm.report.comparison import difference_text
 from depthlm.report.equal_cost import cost_parts
 from depthlm.report.experiment_report import picture, protocol_parts, result_notes, runs_table, state_line, warnings
-from depthlm.report.figures.loss_curves import Panel, draw_loss_curves
+from depthlm.report.figures.loss_curves import draw_loss_curves, panels_of
 from depthlm.report.rows import Measured, Row, number
 from depthlm.report.sweep import Difference, Sweep
 from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, markdown, number_text
@@ -24,7 +24,7 @@ LEGEND = (
 
 
 def sweep_report(
-    sweep: Sweep, folder: Path, panels: Sequence[Panel], settings: Sequence[Table] = (), notes: Sequence[str] = ()
+    sweep: Sweep, folder: Path, settings: Sequence[Table] = (), notes: Sequence[str] = ()
 ) -> tuple[str, list[Table]]:
     """Draw the loss curves into a folder; return the Markdown report, and its tables for the terminal.
 
@@ -42,7 +42,7 @@ def sweep_report(
     parts += [*choice_parts(sweep, folder), *cost_parts(sweep, folder)]
     parts += [markdown(table) for table in settings]
     name = "loss_curves.png"
-    drawn = draw_loss_curves(panels, folder / name, sweep.stamp(), sweep.experiment.title)
+    drawn = draw_loss_curves(panels_of(sweep), folder / name, sweep.stamp(), sweep.experiment.title)
     parts.append(picture("Loss curves", folder, name, drawn))
     every_run = runs_table(sweep)
     parts.append(markdown(every_run))

@@ -22,7 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from depthlm.config.arguments import describe_keys
-from depthlm.config.compose import compose_anywhere
 from depthlm.config.saved import config_text, fixed_changes, load_config
 from depthlm.errors import UserError
 from depthlm.files import open_appending
@@ -72,7 +71,7 @@ def main(arguments: list[str], program: str) -> None:
         status(overrides, parsed.config_dir)
         return
     cluster = read_cluster(cluster_overrides)
-    points = check_points(overrides, parsed.config_dir, compose_anywhere)
+    points = check_points(overrides, parsed.config_dir, here=False)
     folder = sweep_folder(points[0])
     # without the lock, a second command would submit the same points, because it would not see the jobs of this one
     with nullcontext() if parsed.dry_run else lock_sweeps(folder):
@@ -81,7 +80,7 @@ def main(arguments: list[str], program: str) -> None:
 
 def status(overrides: list[str], config_dir: str | None) -> None:
     """Print one line per point."""
-    points = check_points(overrides, config_dir, compose_anywhere)
+    points = check_points(overrides, config_dir, here=False)
     folders = [sweep_folder(point) for point in points]
     jobs = queued_points(folders)
     states = {directory: job.state for directory, job in jobs.items()}

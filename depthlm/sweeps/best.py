@@ -17,7 +17,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
 
-from depthlm.config.compose import compose_anywhere
+from depthlm.config.compose import compose
 from depthlm.config.errors import ConfigError, nearest
 from depthlm.config.experiment import VALIDATION_LOSS, Column, Experiment
 from depthlm.config.keys import keys
@@ -235,7 +235,7 @@ def _wider(grid: Mapping[Value, Point], means: Mapping[Value, float], best: Valu
 
 def _is_allowed(point: Point) -> bool:
     try:
-        compose_anywhere(point.overrides, point.config_dir)
+        compose(point.overrides, point.config_dir, here=False)
     except ConfigError:
         return False
     return True

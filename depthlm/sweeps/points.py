@@ -28,7 +28,6 @@ from depthlm.runs.records import RunRecord, finite, read_run
 from depthlm.sweeps.best import with_choice
 from depthlm.sweeps.point import Point
 
-Compose = Callable[[Sequence[str], str | Path | None], Config]
 # keys of a point in an experiment's file that are not settings
 NAMES = ("label", "task", "paper")
 
@@ -96,12 +95,10 @@ def _label_points(points: list[Point]) -> list[Point]:
     ]
 
 
-def check_points(
-    overrides: Sequence[str], config_dir: str | Path | None = None, composed: Compose = compose
-) -> list[Point]:
+def check_points(overrides: Sequence[str], config_dir: str | Path | None = None, *, here: bool = True) -> list[Point]:
     """Return the points after checking each of them. Raises ConfigError with the mistakes in all points.
 
-    composed: `compose_anywhere` for points that are to run on other machines.
+    here: as in `compose`; False for points that other machines train.
     """
     for one, source in (("run=: resumes or varies", run_of), ("config=: trains", config_file_of)):
         if source(overrides) is not None:
@@ -110,12 +107,12 @@ def check_points(
         points = sweep_points(overrides, config_dir)
     except ConfigError as error:
         # a mistake in the points hides none in the overrides
-        raise ConfigError([*error.errors, *_mistakes(overrides, config_dir, composed)]) from None
+        raise ConfigError([*error.errors, *_mistakes(overrides, config_dir, here)]) from None
     errors = [] if points else [_no_points(overrides)]
     directories: set[str | None] = set()
     for point in points:
         try:
-            directory = composed(point.checkable(), config_dir).output_dir
+            directory = compose(point.checkable(), config_dir, here=here).output_dir
         except ConfigError as error:
             errors.extend(error.errors)
             continue
@@ -130,14 +127,14 @@ def check_points(
     return points
 
 
-def _mistakes(overrides: Sequence[str], config_dir: str | Path | None, composed: Compose) -> list[str]:
+def _mistakes(overrides: Sequence[str], config_dir: str | Path | None, here: bool) -> list[str]:
     """Return the mistakes in the product of the axes, apart from the points of an experiment."""
     errors: list[str] = []
     with hydra_at_conf():
         products = list(_product([text for text in overrides if not text.startswith("experiment")]))
     for product in products:
         try:
-            composed(product, config_dir)
+            compose(product, config_dir, here=here)
         except ConfigError as error:
             errors += error.errors
     return errors

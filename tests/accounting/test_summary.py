@@ -12,7 +12,7 @@ from depthlm.__main__ import main
 from depthlm.accounting.cost import MEASURED_MFU, count_parameters, flops_per_token
 from depthlm.accounting.memory import MemoryEstimator
 from depthlm.accounting.summary import print_summary, summarize
-from depthlm.config import compose_anywhere
+from depthlm.config import compose
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
 
@@ -38,7 +38,7 @@ def test_json_has_the_documented_fields(monkeypatch, capsys):
 
 
 def test_gpu_hours_follow_from_the_flops_and_the_stated_assumption(capsys):
-    config = compose_anywhere([*SMALL, "training.max_tokens=1T", "price=3"])
+    config = compose([*SMALL, "training.max_tokens=1T", "price=3"], here=False)
     model = depthlm.build_model(config, "meta")
     hours = flops_per_token(model, config.training.sequence_length).training * 1e12 / (0.399 * 989e12) / 3600
     print_summary(config, 4, as_json=False)
@@ -101,6 +101,6 @@ def test_options_are_checked(monkeypatch, capsys, arguments, words):
 
 
 def test_experts_that_cannot_be_spread_over_the_gpus_are_refused():
-    config = compose_anywhere(["size=micro", "backbone=qwen3_moe", "deepspeed.experts=4"])
+    config = compose(["size=micro", "backbone=qwen3_moe", "deepspeed.experts=4"], here=False)
     with pytest.raises(UserError, match=r"deepspeed\.experts=4: must divide --gpus=6"):
         summarize(config, 6)

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.fake_gpu import launches
 from benchmarks.fake_gpu.step import LaunchCounter, model_of
-from depthlm.config import compose_anywhere
+from depthlm.config import compose
 from depthlm.distributed.launchers import ranks
 from depthlm.model import Decoder, Loss, Observer
 from depthlm.optimizers.build import build_optimizer
@@ -25,7 +25,7 @@ def passes_of(overrides: list[str]) -> list[LaunchCounter]:
     The first writes the gradients, the others add to them. Raises: RuntimeError where the host needs a shape that
     depends on values.
     """
-    config = compose_anywhere(overrides, None)
+    config = compose(overrides, here=False)
     model, counters = model_of(config), [LaunchCounter() for _ in range(3)]
     with FakeTensorMode(allow_non_fake_inputs=True):
         model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device="cuda"))
@@ -45,7 +45,7 @@ def waits_of_step(overrides: list[str]) -> Counter[str]:
 
     The step has the micro-batches and the update of a run, without DeepSpeed around them.
     """
-    config = compose_anywhere(overrides, None)
+    config = compose(overrides, here=False)
     model, counter, plan = model_of(config), LaunchCounter(), make_plan(config, ranks())
 
     with FakeTensorMode(allow_non_fake_inputs=True):

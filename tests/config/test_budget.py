@@ -2,7 +2,7 @@
 
 import pytest
 
-from depthlm.config import compose, compose_anywhere, run_steps, warmup_steps
+from depthlm.config import compose, run_steps, warmup_steps
 from depthlm.config.resolve import matrices
 from depthlm.config.schema import Config
 
@@ -10,7 +10,7 @@ MINE = "experiment=depth_attention/mixing_rule"
 
 
 def of(*overrides: str) -> Config:
-    return compose_anywhere([MINE, *overrides, "output_dir=any"])
+    return compose([MINE, *overrides, "output_dir=any"], here=False)
 
 
 def test_smoke_preserves_depth_mechanism_and_heads_and_needs_no_download():
@@ -30,7 +30,7 @@ def test_smoke_preserves_depth_mechanism_and_heads_and_needs_no_download():
 
 
 def test_smoke_divides_experts_but_leaves_a_token_a_choice():
-    size = compose_anywhere(["experiment=attention_residuals/kimi_linear", "budget=smoke"]).size
+    size = compose(["experiment=attention_residuals/kimi_linear", "budget=smoke"], here=False).size
     assert (size.num_experts, size.experts_per_token, size.expert_size) == (16, 8, 64)
     assert (size.latent_size, size.shared_key_size) == (32, 4)
 
@@ -55,7 +55,7 @@ def test_gpu_hour_preserves_the_model_and_reduces_steps_to_its_flops():
 
 def test_the_schedule_keeps_its_shape():
     for name, steps in (("dca/depth", 500_000), ("dca/depth", 12)):
-        config = compose_anywhere([f"experiment={name}", *(["budget=smoke"] if steps == 12 else [])])
+        config = compose([f"experiment={name}", *(["budget=smoke"] if steps == 12 else [])], here=False)
         assert warmup_steps(config, steps) == max(1, round(1000 * steps / 500_000))
 
 
@@ -69,5 +69,5 @@ def test_settings_of_the_command_line_are_preserved():
 
 def test_a_size_is_shrunk_with_and_without_an_experiment_but_not_its_single_keys():
     for source in ([], [MINE], ["experiment=depth_attention/scaling"]):
-        size = compose_anywhere([*source, "size=1.5b", "budget=smoke", "size.intermediate_size=100"]).size
+        size = compose([*source, "size=1.5b", "budget=smoke", "size.intermediate_size=100"], here=False).size
         assert (size.hidden_size, size.num_layers, size.intermediate_size, size.vocab_size) == (96, 48, 100, 320)

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 import depthlm
 from depthlm.commands.train import read_command_line
-from depthlm.config import ConfigError, compose_anywhere, run_steps, warmup_steps
+from depthlm.config import ConfigError, compose, run_steps, warmup_steps
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf, open_names
 from depthlm.config.keys import keys
 from depthlm.errors import UserError
@@ -41,7 +41,7 @@ def test_every_option_of_every_group_composes(groups):
         # schedule_free needs a constant schedule, and inverse_sqrt a warm-up
         chosen = {group: options(group)[(number + (group == "schedule")) % len(options(group))] for group in groups}
         texts = [f"{group}={name}" for group, name in chosen.items()]
-        config = compose_anywhere([*texts, "schedule.warmup_steps=3", "output_dir=any"])
+        config = compose([*texts, "schedule.warmup_steps=3", "output_dir=any"], here=False)
         for group, name in chosen.items():
             if group not in ("deepspeed", "tracker") and name != "auto":
                 assert getattr(config, group).name == name
@@ -114,7 +114,7 @@ def test_a_file_of_config_dir_that_hydra_would_not_read_is_named(tmp_path):
     ],
 )
 def test_a_mechanism_is_named_after_its_parts(overrides, name):
-    assert compose_anywhere([*overrides, "output_dir=any"]).model.name == name
+    assert compose([*overrides, "output_dir=any"], here=False).model.name == name
 
 
 @pytest.mark.parametrize(

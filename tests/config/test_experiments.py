@@ -12,7 +12,7 @@ import torch
 
 import depthlm
 from depthlm.accounting.cost import count_parameters
-from depthlm.config import Config, compose_anywhere, run_steps
+from depthlm.config import Config, compose, run_steps
 from depthlm.config.resolve import matrices
 from depthlm.locations import REPOSITORY
 from depthlm.sweeps import Point, load_experiment, sweep_points
@@ -48,7 +48,7 @@ def points(name: str) -> list[Point]:
 def composed(name: str, budget: str) -> list[Config]:
     # to compose the name of a run takes half the time
     place = [] if budget == "paper" else ["output_dir=outputs/any"]
-    return [compose_anywhere([*point.checkable(), *keys_of(budget), *place]) for point in points(name)]
+    return [compose([*point.checkable(), *keys_of(budget), *place], here=False) for point in points(name)]
 
 
 def deepest(names: Iterable[str]) -> list[Config]:
@@ -107,7 +107,7 @@ def training_flops(config: Config) -> float:
 def test_a_budget_and_its_keys_compose_the_same(budget):
     name = "depth_attention/mixing_rule"
     point = sweep_points([f"experiment={name}", f"budget={budget}"])[0]
-    config = compose_anywhere(point.checkable())
+    config = compose(point.checkable(), here=False)
     assert config.output_dir == point.directory
     by_keys = composed(name, budget)[0]
     assert asdict(config) == asdict(by_keys) | {"output_dir": config.output_dir, "differences": config.differences}

@@ -8,7 +8,7 @@ import pytest
 
 import depthlm
 from depthlm.commands.train import read_command_line
-from depthlm.config import Config, ConfigError, changes, compose_anywhere
+from depthlm.config import Config, ConfigError, changes, compose
 from depthlm.config.saved import config_text
 from depthlm.errors import UserError
 from depthlm.sweeps import check_points, sweep_points
@@ -25,7 +25,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @functools.cache
 def composed(*overrides: str) -> Config:
     """Compose overrides that several tests start from. The tests do not change the configuration."""
-    return compose_anywhere([*overrides, f"output_dir={BASE}"])
+    return compose([*overrides, f"output_dir={BASE}"], here=False)
 
 
 def save(directory: str, *overrides: str, config_dir: str | None = None) -> Config:
@@ -33,14 +33,14 @@ def save(directory: str, *overrides: str, config_dir: str | None = None) -> Conf
     if config_dir is None:
         config = dataclasses.replace(composed(*overrides), output_dir=directory)
     else:
-        config = compose_anywhere([*overrides, f"output_dir={directory}"], config_dir)
+        config = compose([*overrides, f"output_dir={directory}"], config_dir, here=False)
     Path(directory).mkdir(parents=True)
     (Path(directory) / "config.yaml").write_text(config_text(config))
     return config
 
 
 def from_run(*overrides: str, run: str = BASE) -> Config:
-    return compose_anywhere([f"run={run}", *overrides])
+    return compose([f"run={run}", *overrides], here=False)
 
 
 def without_place(config: Config) -> dict[str, object]:
@@ -90,7 +90,7 @@ def test_overrides_have_the_same_effect_on_a_run_as_from_scratch():
         ("schedule=wsd", "schedule.decay_ratio=0.3", "data=local", "data.source=texts"),
         MIXTURE,
     ):
-        assert without_place(from_run(*overrides)) == without_place(compose_anywhere([*own, *overrides])), overrides
+        assert without_place(from_run(*overrides)) == without_place(compose([*own, *overrides], here=False)), overrides
 
 
 def test_an_override_of_a_mixture_changes_only_its_key():
@@ -141,7 +141,7 @@ def test_overrides_that_affect_the_result_give_a_new_run_directory():
 
 def test_a_derived_run_never_has_the_directory_of_a_direct_one():
     own = ("model=mhc", "size=micro", "model.connection.num_streams=2", "training.max_steps=40")
-    origin = str(compose_anywhere(own).output_dir)
+    origin = str(compose(own, here=False).output_dir)
     saved = save(origin, *own)
     for text, name in {
         # the rate and the length of a sequence stay those of micro
@@ -259,7 +259,7 @@ def test_a_mechanism_of_the_user_is_imported_only_if_it_is_trusted_or_named(mine
 
     # a class that the command line names needs no trust
     assert from_run("model.connection._target_=my_depth.Mine").output_dir == BASE
-    assert compose_anywhere([f"run={BASE}", "model/connection=mine"], mine).output_dir == BASE
+    assert compose([f"run={BASE}", "model/connection=mine"], mine, here=False).output_dir == BASE
     assert from_run("model=dca").model.name == "dca"
 
 
@@ -267,14 +267,14 @@ def test_a_configuration_in_a_file_is_given_alone_and_is_not_that_of_a_run(tmp_p
     config = save(BASE, "model=mhc", "optimizer.lr=0.01")
     file = tmp_path / "point.yaml"
     file.write_text(config_text(config))
-    assert compose_anywhere([f"config={file}"]) == config
-    assert compose_anywhere([f"config={file}", "dry_run=true"]) == dataclasses.replace(config, dry_run=True)
+    assert compose([f"config={file}"], here=False) == config
+    assert compose([f"config={file}", "dry_run=true"], here=False) == dataclasses.replace(config, dry_run=True)
     with pytest.raises(ConfigError, match=r"seed=2: not with config=, which gives the whole configuration"):
-        compose_anywhere([f"config={file}", "seed=2"])
+        compose([f"config={file}", "seed=2"], here=False)
     with pytest.raises(UserError, match=rf"is the configuration of a run; give run={BASE}"):
-        compose_anywhere([f"config={BASE}/config.yaml"])
+        compose([f"config={BASE}/config.yaml"], here=False)
     file.write_text("seed: 1\nsize: [")
     with pytest.raises(UserError, match=r"point.yaml cannot be read"):
-        compose_anywhere([f"config={file}"])
+        compose([f"config={file}"], here=False)
     with pytest.raises(ConfigError, match="config=: trains one run"):
         check_points([f"config={file}"])

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import depthlm
-from depthlm.config import ConfigError, compose_anywhere
+from depthlm.config import ConfigError, compose
 from depthlm.config.keys import keys
 from depthlm.config.names import (
     LONGEST,
@@ -24,7 +24,7 @@ from depthlm.sweeps import sweep_points
 
 def named(*overrides: str) -> str:
     """Return the name of the run of a command."""
-    return Path(compose_anywhere(overrides).output_dir or "").name
+    return Path(compose(overrides, here=False).output_dir or "").name
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,8 @@ COMMANDS = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for
 @given(st.lists(COMMANDS, min_size=6, max_size=6))
 def test_two_commands_have_one_directory_if_and_only_if_their_runs_are_equal(commands):
     runs = [
-        compose_anywhere(" ".join(f"{name}={value}" for name, value in command.items()).split()) for command in commands
+        compose(" ".join(f"{name}={value}" for name, value in command.items()).split(), here=False)
+        for command in commands
     ]
     for one, other in combinations(runs, 2):
         assert (one.output_dir == other.output_dir) == (not compare(asdict(one), asdict(other)))
@@ -97,7 +98,7 @@ def test_names_that_are_too_long_or_ambiguous_end_in_a_hash():
 @example([("0.1", ""), ("0.1", ",")])
 @example([("0.1", "1"), ("0.1", "[1]")])
 def test_different_settings_have_different_names(pairs):
-    config = compose_anywhere()
+    config = compose(here=False)
     names = {run_name(replace(config, differences={"optimizer.lr": lr, "data.source": source})) for lr, source in pairs}
     assert len(names) == 2
     assert all(len(name) <= LONGEST and "/" not in name and name.isprintable() for name in names)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import depthlm
-from depthlm.config import compose_anywhere, saved
+from depthlm.config import compose, saved
 from depthlm.config.arguments import read_arguments
 from depthlm.config.keys import flatten, keys, replace_values
 from depthlm.config.saved import is_own, load_config, signed_config_text
@@ -75,7 +75,7 @@ def test_every_text_in_the_schema_is_declared_to_reach_beyond_the_run_or_not():
 
 def test_the_user_who_trained_a_run_needs_no_trust(run, other_user):
     assert is_own(run)
-    assert compose_anywhere([f"run={run}", "optimizer.lr=1e-3"]).tracker.entity == "somebody"
+    assert compose([f"run={run}", "optimizer.lr=1e-3"], here=False).tracker.entity == "somebody"
     assert not (run.parent / "other").exists()
     other_user()
     assert not is_own(run)
@@ -101,7 +101,7 @@ def test_what_the_run_of_somebody_else_names_is_refused_until_it_is_given_or_tru
     config = depthlm.compose([f"run={run}", *given, "tracker=none", "training.max_steps=10"])
     assert (config.data.source, config.tracker.entity) == (mine, None)
     # without checks of this machine, nothing reaches beyond the run
-    assert compose_anywhere([f"run={run}"]).tracker.entity == "somebody"
+    assert compose([f"run={run}"], here=False).tracker.entity == "somebody"
     assert refused(run, "trust=[torch]") == names
     with pytest.raises(UserError) as caught:
         depthlm.compose([f"run={run}", "trust=[torch,run]"])

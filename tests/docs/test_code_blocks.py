@@ -14,7 +14,7 @@ from depthlm.__main__ import COMMANDS
 from depthlm.commands.export import ExportArguments
 from depthlm.commands.prepare import read_options
 from depthlm.commands.train import read_command_line
-from depthlm.config import compose_anywhere
+from depthlm.config import compose
 from depthlm.config.arguments import read_arguments
 from depthlm.evaluation.evaluate import Evaluate
 from depthlm.evaluation.generation import Generate
@@ -97,7 +97,7 @@ def check(command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
     if is_sweep:
         points = sweep_points(overrides)
         overrides = points[0].overrides
-    compose_anywhere(overrides)
+    compose(overrides, here=False)
 
 
 @pytest.mark.slow

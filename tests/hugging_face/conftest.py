@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import depthlm
-from depthlm.config import Config, compose_anywhere
+from depthlm.config import Config, compose
 from depthlm.config.resolve import with_derived
 from depthlm.config.saved import config_text
 from depthlm.data import bytes_tokenizer
@@ -42,7 +42,7 @@ def composed(overrides: tuple[str, ...], config_dir: str | None) -> Config:
     """Return the configuration of a small decoder with these overrides, composed once for all tests."""
     settings = [*SHAPE, "data=local", "training.sequence_length=32", "training.max_steps=1", *overrides]
     if config_dir is not None:
-        return compose_anywhere(settings, config_dir)
+        return compose(settings, config_dir, here=False)
     return with_derived(configuration(*settings), set(), settings)
 
 

@@ -1,5 +1,7 @@
 """A mechanism outside depthlm has the pictures and the colour that its class declares, and nothing else names it."""
 
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +10,13 @@ import pytest
 import depthlm
 from depthlm.config.saved import signed_config_text
 from depthlm.inspect import collect, depth_mixing
-from depthlm.report.figures.style import mechanism_of, mechanism_of_run, style_of
+from depthlm.report.figures.style import Mechanism, mechanism_of, style_of
 from depthlm.report.rows import gather
+from depthlm.report.runs_report import find_runs, runs_report, sweep_of_runs
 from depthlm.runs.records import recorded_settings
 from depthlm.sweeps.points import sweep_points
 
+from ..report.made_up import write_run
 from .conftest import SHAPE, TOKENS
 
 MODULE = '''
@@ -79,20 +83,30 @@ def test_its_pictures_are_drawn_and_a_figure_needs_a_name_for_each_axis(config_d
 
 
 def test_its_colour_is_that_of_its_class(config_dir, tmp_path):
-    rows = gather(sweep_points(["model/connection=leaky,residual", "model/attention=moda"], config_dir))
-    leaky, moda = (mechanism_of(row.points[0]) for row in rows)
+    leaky, moda = map(
+        mechanism_of, gather(sweep_points(["model/connection=leaky,residual", "model/attention=moda"], config_dir))
+    )
     assert leaky == ("leaky+moda", "#123456")
     assert style_of([leaky, moda])[0].colour == "#123456"
     assert moda.colour == "#56B4E9"
 
 
 def test_a_report_of_runs_imports_it_only_for_the_user_who_trained_them(config_dir, tmp_path):
-    config = depthlm.compose(["model/connection=leaky"], config_dir=config_dir)
-    run = tmp_path / "run"
-    run.mkdir()
-    file = run / "config.yaml"
-    file.write_text(signed_config_text(config))
-    assert mechanism_of_run("leaky", run, recorded_settings(run)).colour == "#123456"
+    directories = [tmp_path / name for name in ("leaky", "vanilla")]
+    for directory, overrides in zip(directories, (["model/connection=leaky"], []), strict=True):
+        config = depthlm.compose(overrides, config_dir=config_dir)
+        write_run(directory, config=asdict(config))
+        (directory / "config.yaml").write_text(signed_config_text(config))
+
+    def report() -> Mechanism:
+        runs = find_runs(map(str, directories))
+        runs_report(runs, tmp_path)
+        return mechanism_of(sweep_of_runs(runs, [recorded_settings(run.directory) for run in runs]).rows[0])
+
+    assert report() == ("leaky", "#123456")
+    file = directories[0] / "config.yaml"
     # the text without its first line has no signature
     file.write_text("".join(file.read_text().splitlines(keepends=True)[1:-1]))
-    assert mechanism_of_run("leaky", run, recorded_settings(run)).colour != "#123456"
+    sys.modules.pop("leaky_stream")
+    assert report().colour != "#123456"
+    assert "leaky_stream" not in sys.modules

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from depthlm.config import ConfigError, compose, compose_anywhere
+from depthlm.config import ConfigError, compose
 from depthlm.errors import UserError
 from depthlm.machine import environment
 
@@ -61,8 +61,8 @@ def test_an_unusable_gpu_is_an_error_unless_the_cpu_is_requested(machine):
             environment.usable_device(choice)
     assert compose(["device=cpu"]).device == "cpu"
     assert environment.usable_device("cpu") == "cpu"
-    # `compose_anywhere` skips checks of this machine
-    assert compose_anywhere().device == "auto"
+    # with here=False, nothing of this machine is checked
+    assert compose(here=False).device == "auto"
     machine(devices=())
     with pytest.raises(ConfigError, match="device=cuda: there is no NVIDIA GPU that this process may use"):
         compose(["device=cuda"])

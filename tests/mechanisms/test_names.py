@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import depthlm
-from depthlm.config import compose_anywhere
+from depthlm.config import compose
 from depthlm.inspect import collect
 from depthlm.locations import CONF, REPOSITORY
 
@@ -64,7 +64,7 @@ def test_the_folders_of_operators_are_named_as_mechanisms():
 # one of each mechanism
 @pytest.mark.parametrize("preset", {mechanism_of(preset): preset for preset in reversed(PRESETS)}.values())
 def test_pictures_begin_with_the_name(preset):
-    config = compose_anywhere([f"model={preset}", "size=micro"])
+    config = compose([f"model={preset}", "size=micro"], here=False)
     pictures: list[Any] = collect(depthlm.build_model(config), [torch.zeros(1, 8, dtype=torch.long)])[0]
     assert all(picture.name.startswith(f"{mechanism_of(preset)}_") for picture in pictures)
     assert bool(pictures) == (preset != "vanilla")

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cosine_similarity
 
 import depthlm
-from depthlm.config import compose_anywhere
+from depthlm.config import compose
 from depthlm.config.validate.checks import check_together
 from depthlm.locations import CONF
 from depthlm.mechanisms.hyper_connections import State
@@ -148,7 +148,7 @@ def test_every_model_fits_every_size():
         for preset in PRESETS:
             config = options.configuration(f"model={preset}", f"size={path.stem}")
             assert check_together(config, {"model", "size"}) == []
-        composed = compose_anywhere([f"model={PRESETS[number % len(PRESETS)]}", f"size={path.stem}"])
+        composed = compose([f"model={PRESETS[number % len(PRESETS)]}", f"size={path.stem}"], here=False)
         # the vocabulary of a size grows to that of the tokenizer
         assert composed.size == replace(config.size, vocab_size=composed.size.vocab_size)
         assert composed.size.vocab_size >= config.size.vocab_size

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import depthlm
-from depthlm.config import compose_anywhere
+from depthlm.config import compose
 from depthlm.model.attention import context
 from depthlm.model.attention.context import find_documents
 from depthlm.ops import flash
@@ -140,7 +140,7 @@ def test_attention_by_document_equals_a_mask_on_a_gpu():
 
 @pytest.mark.parametrize("preset", ["depth_attention", "moda"])
 def test_a_decoder_on_a_gpu_attends_by_document(preset, request):
-    model = depthlm.build_model(compose_anywhere([f"model={preset}", "size=micro"])).double()
+    model = depthlm.build_model(compose([f"model={preset}", "size=micro"], here=False)).double()
     model.end_of_text = 0
     tokens = torch.randint(4, (B, T), generator=torch.Generator().manual_seed(0))
     along = torch.randn(B, T, model.size.vocab_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from depthlm.config import Config, compose_anywhere
+from depthlm.config import Config, compose
 from depthlm.config.experiment import Column, Experiment
 from depthlm.config.keys import flatten, on_resume, override_text
 from depthlm.report.experiment_report import experiment_report
@@ -62,7 +62,7 @@ def reported(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()) -
 
 @functools.cache
 def default_config(budget: str) -> Config:
-    return compose_anywhere([f"budget={budget}"])
+    return compose([f"budget={budget}"], here=False)
 
 
 def write_run(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from depthlm.config import compose_anywhere
+from depthlm.config import compose
 from depthlm.config.keys import flatten
 from depthlm.errors import UserError
 from depthlm.report import report
@@ -107,7 +107,7 @@ def test_rows_are_named_by_the_settings_in_which_the_runs_differ():
 
 def test_what_follows_from_a_size_or_an_option_is_not_in_the_name_of_a_row():
     def labels(*overrides: list[str]) -> list[str]:
-        configs = {str(number): flatten(asdict(compose_anywhere(texts))) for number, texts in enumerate(overrides)}
+        configs = {str(number): flatten(asdict(compose(texts, here=False))) for number, texts in enumerate(overrides)}
         return [", ".join(parts.values()) for parts in distinguishing_settings(configs).values()]
 
     assert labels(["optimizer=muon"], ["optimizer=adamw"]) == ["muon", "adamw"]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import wandb
 
-from depthlm.config import compose, compose_anywhere
+from depthlm.config import compose
 from depthlm.config.errors import ConfigError
 from depthlm.config.schema import Tracker
 from depthlm.config.validate import machine
@@ -31,7 +31,7 @@ def test_a_service_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
 
 def test_tracker_is_one_service_or_a_list_of_them_that_are_installed(monkeypatch):
     for choice in ("none", "wandb", "[wandb,tensorboard]"):
-        tracker = compose_anywhere([f"tracker={choice}"]).tracker
+        tracker = compose([f"tracker={choice}"], here=False).tracker
         expected = [name for name in ("wandb", "tensorboard") if name in choice]
         assert [name for name in ("wandb", "tensorboard") if getattr(tracker, name)] == expected
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthlm.config import compose, compose_anywhere
+from depthlm.config import compose
+from depthlm.config.compose import compose_unchecked
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
 from depthlm.runs.records import STOPPED, read_run
@@ -44,7 +45,7 @@ def test_a_job_reads_the_configuration_that_was_submitted_whatever_characters_it
     # the attribute of a property that is cached
     point.__dict__["config"] = config
     file.write_text(job_config_text(point), encoding="utf-8")
-    assert compose_anywhere([f"config={file}"], auto_precision="auto") == config
+    assert compose_unchecked([f"config={file}"]) == config
 
 
 def test_a_run_that_a_command_has_begun_is_resumed_by_its_job_and_the_other_way_round(small_run, tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from depthlm.config import compose, compose_anywhere
+from depthlm.config import compose
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
 from depthlm.slurm.cluster import record_array
@@ -166,7 +166,7 @@ def test_a_complete_run_counts_unless_its_settings_or_the_code_of_its_mechanism_
 def test_a_run_whose_precision_its_machine_chose_is_continued(small_run, tmp_path, submit):
     overrides = small_run("precision=auto", "data=stdlib")
     for precision in ("fp32", "bf16"):
-        config = compose_anywhere(overrides, auto_precision=precision)
+        config = compose([*overrides, f"precision={precision}"], here=False)
         (write_run(tmp_path / "run", done=0.5, config=asdict(config)) / ".saved").touch()
         assert submit("--dry-run", *overrides).startswith("1 points to train\n")
 

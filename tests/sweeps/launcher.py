@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hydra.core.utils import JobReturn, JobStatus
 
-from depthlm.config import compose_anywhere
+from depthlm.config import compose
 from depthlm.config.names import by_name
 from depthlm.runs.records import read_run
 
@@ -38,7 +38,7 @@ class Launcher:
             raise KeyboardInterrupt
         outcome = self.outcome(self.rates[-1])
         failure = outcome if isinstance(outcome, str) else None
-        folder = Path(compose_anywhere(overrides).output_dir or "")
+        folder = Path(compose(overrides, here=False).output_dir or "")
         if "dry_run" not in given and read_run(folder).state != "complete":
             write_run(folder, 3.0 if isinstance(outcome, str) else outcome, failure=failure)
         return JobReturn(status=JobStatus.COMPLETED, _return_value=math.inf if failure else outcome)

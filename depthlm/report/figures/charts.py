@@ -71,7 +71,7 @@ def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
     panels = 2 if side_by_side else 1
     figure, axes = subplots(panels, 5 + 4 * panels, 1.9 + (0.62 if shift else 0.42) * len(bars), sharey=True)
     for number, bar in enumerate(bars):
-        colour = mechanism_of(bar.row.points[0]).colour
+        colour = mechanism_of(bar.row).colour
         _draw_ours(axes[0, 0], bar, number - shift, colour, column.digits)
         if bar.paper is not None and with_paper:
             look = {"color": "white", "edgecolor": colour, "hatch": "////", "lw": 1.2}
@@ -149,7 +149,7 @@ def _lines(
         ours = measure_column(row, sweep.first[1]) if numbers is None else numbers.get(row.label)
         return replace(_mark(sweep, row, hollow, ours), ringed=row.label in ringed)
 
-    styles = style_of([mechanism_of(series.rows[0].points[0]) for series in sweep.series])
+    styles = style_of([mechanism_of(series.rows[0]) for series in sweep.series])
     lines = [
         Line(series.name, style, [mark(row) for row in series.rows], hollow)
         for series, style in zip(sweep.series, styles, strict=True)

@@ -78,21 +78,15 @@ class Quantity(NamedTuple):
     counts: bool = True
 
 
-def panels_of(sweep: Sweep, mechanism: Callable[[Row], Mechanism] | None = None) -> list[Panel]:
-    """Return a panel for each task that the experiment names, or for each model size, in the order of the rows.
-
-    mechanism: of a row; None: that of its point.
-    """
+def panels_of(sweep: Sweep) -> list[Panel]:
+    """Return a panel for each task that the experiment names, or for each model size, in the order of the rows."""
     groups: dict[str, list[Row]] = {}
     for row in sweep.rows:
         groups.setdefault(row.parts.get("task") or sweep.shape_of(row).size, []).append(row)
     return [
         Panel(
             _make_title(sweep, title, rows),
-            [
-                LossCurve(name, mechanism(row) if mechanism else mechanism_of(row.points[0]), row.runs)
-                for row, name in zip(rows, names_of(rows), strict=True)
-            ],
+            [LossCurve(name, mechanism_of(row), row.runs) for row, name in zip(rows, names_of(rows), strict=True)],
         )
         for title, rows in groups.items()
     ]
@@ -124,8 +118,7 @@ def draw_loss_curves(panels: Sequence[Panel], path: Path, stamp: str, title: str
 def draw_validation_curves(sweep: Sweep, over: str, path: Path) -> list[str] | None:
     """Draw the perplexity of all rows over `steps`, `tokens` or `time`; None where no run has any. Returns notes."""
     curves = [
-        LossCurve(name, mechanism_of(row.points[0]), row.runs)
-        for row, name in zip(sweep.rows, names_of(sweep.rows), strict=True)
+        LossCurve(name, mechanism_of(row), row.runs) for row, name in zip(sweep.rows, names_of(sweep.rows), strict=True)
     ]
     quantity = _quantity(over, sweep.runs)
     return draw_curves([Panel("", curves)], quantity, path, sweep.stamp(), sweep.experiment.title)

@@ -32,7 +32,7 @@ def draw_scaling(
     shown = [curve for curve in fitted_curves if curve.sizes]
     if not shown:
         return None
-    styles = style_of([mechanism_of(curve.sizes[0].row.points[0]) for curve in shown])
+    styles = style_of([mechanism_of(curve.sizes[0].row) for curve in shown])
     styled = list(zip(shown, styles, strict=True))
     figure, places = _panels(list(views), with_differences=bool(saved))
     baseline = baseline_of(sweep, fitted_curves)

@@ -1,20 +1,14 @@
 """The colour of each mechanism, the same in all figures, and the styles of series."""
 
-import functools
 import importlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
-from depthlm.config.hydra_context import compose_raw, hydra_at_conf
-from depthlm.config.saved import is_own
+from depthlm.config.saved import is_own, targets
+from depthlm.report.rows import Row
 from depthlm.runs.plots import DASHES, MARKERS
-from depthlm.sweeps.point import Point
 
 # of series with one colour: shares of white, negative ones of black
 SHADES = (0.0, -0.45, 0.4, 0.6)
@@ -41,36 +35,19 @@ class Style:
     dash: Any
 
 
-def mechanism_of(point: Point) -> Mechanism:
-    """Return the mechanism of a point, with the colour that its classes declare."""
-    chosen = tuple(
-        f"{name}={value}"
-        for name, value in point.settings.items()
-        if name == "model" or name.startswith("model/") or (name.startswith("model.") and name.endswith("._target_"))
-    )
-    return Mechanism(point.mechanism, _colour(point.mechanism, _classes(chosen, point.config_dir)))
-
-
-def mechanism_of_run(name: str, directory: Path, config: Mapping[str, Any]) -> Mechanism:
-    """Return the mechanism of a run from its saved configuration, by dotted keys. name: if the configuration has none.
+def mechanism_of(row: Row) -> Mechanism:
+    """Return the mechanism of a row, with the colour that its classes declare.
 
     Of somebody else's run, only classes of depthlm are imported.
     """
-    name = str(config.get("model.name", name))
-    classes = [str(config.get(f"model.{part}._target_")) for part in PARTS]
-    trusted = is_own(directory) or all(path.startswith("depthlm.") for path in classes)
+    point = row.points[0]
+    if point.overrides:
+        return Mechanism(point.mechanism, _colour(point.mechanism, [*targets(point.config.model).values()]))
+    # of a folder of runs: the point has the settings of config.yaml, if that can be read
+    name = point.settings.get("model", row.label)
+    classes = [point.settings.get(f"model.{part}._target_", "") for part in PARTS]
+    trusted = is_own(row.runs[0].directory) or all(path.startswith("depthlm.") for path in classes)
     return Mechanism(name, _colour(name, classes if trusted else []))
-
-
-@functools.cache
-def _classes(overrides: tuple[str, ...], config_dir: str | Path | None) -> list[str]:
-    """Return the classes of the connection and the attention; [] if these overrides cannot be composed."""
-    try:
-        with hydra_at_conf():
-            model = compose_raw(overrides, config_dir).model
-        return [str(model[part].get("_target_")) for part in PARTS]
-    except (HydraException, OmegaConfBaseException):
-        return []
 
 
 def _colour(name: str, classes: list[str]) -> str:

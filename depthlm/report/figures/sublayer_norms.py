@@ -29,7 +29,7 @@ def draw_sublayer_norms(sweep: Sweep, path: Path) -> list[str] | None:
     if not measured:
         return None
     figure, axes = subplots(2, 10.5, 4.2)
-    styles = style_of([mechanism_of(row.points[0]) for row, _ in measured.values()])
+    styles = style_of([mechanism_of(row) for row, _ in measured.values()])
     for place, (number, title) in zip(axes.flat, enumerate(QUANTITIES.values()), strict=True):
         for (name, (_, arrays)), style in zip(measured.items(), styles, strict=True):
             # runs of a row have one depth

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from depthlm.config import Config, compose_anywhere
+from depthlm.config import Config, compose
 from depthlm.config.keys import flatten, on_resume
 from depthlm.config.saved import load_config
 from depthlm.files import replace_text
@@ -99,7 +99,7 @@ def training_times() -> dict[Model, float]:
     times = {}
     for path in TIMES.glob("study-nano_*.json"):
         speeds = json.loads(path.read_text())
-        size = compose_anywhere(speeds["shape"]).size
+        size = compose(speeds["shape"], here=False).size
         vanilla = 1e-6 * speeds["presets"]["vanilla"]["microseconds_per_token"]
         for name, line in speeds["presets"].items():
             times[size.num_layers, size.hidden_size, size.intermediate_size, name] = vanilla * (1 + line["overhead"])

@@ -24,7 +24,13 @@ from docs.results.analysis import completep, depth, transfer
 from docs.results.analysis.archive import RESULTS, lines_of, points_of, sweep_of
 from docs.results.analysis.differences import row_of, with_deviation
 from docs.results.analysis.interventions import COSTS
-from docs.results.analysis.pictures import draw_choices, draw_differences, draw_interventions, draw_slopes
+from docs.results.analysis.pictures import (
+    draw_choices,
+    draw_completep,
+    draw_differences,
+    draw_interventions,
+    draw_slopes,
+)
 from docs.results.analysis.sizes import (
     VIEWS_WITH_TIME,
     against_vanilla,
@@ -89,6 +95,10 @@ def draw_all(records: Records, folder: Path) -> None:
     sizes = at_every_size(with_depth(records.sizes, records.depth))
     fitted = curves(sizes, VIEWS_WITH_TIME)
     draw_scaling(sizes, fitted, savings(sizes, fitted), folder / "scaling.png", VIEWS_WITH_TIME)
+    rescaled = completep.study_of(records.completep)
+    # while runs are missing, there may be nothing to draw
+    if rescaled.compare(completep.MECHANISMS[0]) is not None:
+        draw_completep(rescaled, folder / "completep.png", records.completep.stamp())
 
 
 def with_blocks(text: str, content: Mapping[str, str]) -> str:

@@ -7,10 +7,11 @@ from typing import Any
 
 from depthlm.report.figures.scaling import BARS
 from depthlm.report.figures.style import Style, mechanism_of, shade, style_of
-from depthlm.report.rows import measure_column
+from depthlm.report.rows import Row, measure_column
 from depthlm.report.sweep import Sweep
 from depthlm.runs.plots import MARKERS, grid, legend_below, save, subplots
 from depthlm.sweeps.point import Point
+from docs.results.analysis import completep
 from docs.results.analysis.depth import (
     EQUAL,
     GROUPS,
@@ -184,8 +185,32 @@ def draw_interventions(results: Mapping[str, Sequence[Mapping[str, Any]]], path:
     save(figure, path, f"{stamp}; {note}")
 
 
+def draw_completep(study: completep.Study, path: Path, stamp: str) -> None:
+    """Draw the difference of each mechanism from vanilla with both parametrizations, means over the depths.
+
+    Mechanisms whose runs are not complete have no row.
+    """
+    arms = {name: arm for name in (*completep.MECHANISMS, "control") if (arm := study.compare(name)) is not None}
+    figure, axes = subplots(1, 8.4, 1.4 + 0.55 * len(arms))
+    panel, looks = axes[0, 0], styles()
+    for label, offset, fill in zip(completep.LABELS, (-0.14, 0.14), ("full", "none"), strict=True):
+        for place, (name, arm) in enumerate(arms.items()):
+            number = with_interval(arm.gap(label))
+            colour = "0.4" if name == "control" else looks[name].colour
+            look = {"marker": "o", "color": colour, "fillstyle": fill, "ms": 7, "capsize": 3}
+            panel.errorbar([number.mean], [place + offset], None, number.arms, **look)
+        panel.plot([], [], "o", ls="", color="0.3", fillstyle=fill, label=f"both with {label}")
+    panel.axvline(0, color="0.3", lw=1.3)
+    panel.set_yticks(range(len(arms)), [f"{name}: vanilla" if name == "control" else name for name in arms])
+    panel.set_ylim(len(arms) - 0.5, -0.5)
+    panel.set_xlabel("validation loss - vanilla's, nats per token, mean of 12 and 24 layers")
+    legend_below(figure, [panel])
+    grid(panel)
+    save(figure, path, f"{stamp}; below 0: better than vanilla; {BARS}")
+
+
 def styles() -> dict[str, Style]:
     """Return the style of each mechanism of the study, of which no two have the same colour."""
     models = (*LEARNED, *STATIC)
-    mechanisms = [mechanism_of(Point([], {"model": model})) for model in models]
+    mechanisms = [mechanism_of(Row([Point([f"model={model}"], {"model": model})], [], {})) for model in models]
     return dict(zip(models, style_of(mechanisms), strict=True))

@@ -10,6 +10,9 @@ from depthlm.report.rows import Measured
 from depthlm.sweeps.points import check_points
 from docs.results.analysis import completep
 from docs.results.analysis.completep import LABELS, LAYERS, MECHANISMS, SEEDS, Study, chance_of, holm
+from docs.results.analysis.pictures import draw_completep
+
+from ...pictures import keep_figures
 
 
 def made_up(gains: dict[str, tuple[float, float]], noise: float = 0.004, luck: float = 0.0) -> Study:
@@ -71,6 +74,13 @@ def test_the_points_of_the_study_are_allowed_and_have_its_cells():
     expected = itertools.product(("vanilla", *MECHANISMS), ("standard", "completep"), map(str, LAYERS))
     assert found == set(expected)
     assert {p.seed for p in points} == {"21", "22"}
+
+
+def test_the_picture_has_a_row_for_each_mechanism_whose_runs_are_complete(tmp_path, monkeypatch):
+    figures = keep_figures(monkeypatch)
+    draw_completep(made_up({"dca": (0.1, 0.05), "value_residual": (0.1, 0.01)}), tmp_path / "completep.png", "stamp")
+    panel = figures["completep"].axes[0]
+    assert [text.get_text() for text in panel.get_yticklabels()] == ["value_residual", "dca", "control: vanilla"]
 
 
 def test_a_share_has_fiellers_interval():

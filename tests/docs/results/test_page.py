@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from depthlm.config import compose_anywhere
+from depthlm.config import compose
 from depthlm.config.saved import compare
 from depthlm.machine import environment
 from depthlm.sweeps import Point
@@ -64,7 +64,7 @@ def assert_trained_as_said(point: Point, line: dict[str, Any] | None) -> bool:
     if line is None or "failure" in line:
         return False
     # newer settings have the values that the run had without them
-    composed = archive.decisive_settings(compose_anywhere(point.overrides))
+    composed = archive.decisive_settings(compose(point.overrides, here=False))
     assert compare(nested(line["settings"]), nested(composed)) == {}
     return True
 
