@@ -185,8 +185,7 @@ def main(command: str | None = None, arguments: list[str] | None = None, program
 
 
 def _refuse(command: str) -> None:
-    from depthlm.config.errors import join_names, nearest
-    from depthlm.errors import UserError
+    from depthlm.errors import UserError, join_names, nearest
 
     raise UserError(f"{command}: no such command; allowed: {join_names(COMMANDS)}{nearest(command, COMMANDS)}")
 

@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from depthlm.config import Config
-from depthlm.config.saved import changed_code, check_trusted, load_config, targets
-from depthlm.config.validate.decoder import check_target, factories
+from depthlm.config.classes import check_target, check_trusted, factories, targets
+from depthlm.config.saved import changed_code, load_config
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.model import Decoder, initialize

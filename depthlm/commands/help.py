@@ -15,12 +15,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from depthlm.config.errors import nearest
 from depthlm.config.hydra_context import available_groups, comment, compose_raw, hydra_at_conf
 from depthlm.config.keys import Key, keys, override_text
 from depthlm.config.validate.explain import option_file
 from depthlm.console import stdout_console
-from depthlm.errors import UserError
+from depthlm.errors import UserError, nearest
 
 USAGE = r"""
 [bold]python train.py \[key=value ...][/bold]        train a run; resume it if it was interrupted

@@ -19,14 +19,13 @@ from depthlm.commands.exits import exit_on_mistake
 from depthlm.commands.help import print_help
 from depthlm.config import Config, changes, run_of
 from depthlm.config.compose import compose
-from depthlm.config.errors import ConfigError
 from depthlm.config.from_run import config_file_of
 from depthlm.config.hydra_context import config_dir_of, flags_parser, open_names
 from depthlm.config.names import by_name, experiment_of
 from depthlm.config.resolve import LENGTHS
 from depthlm.config.saved import config_text
 from depthlm.distributed.launchers import is_rank_0, ranks
-from depthlm.errors import UserError
+from depthlm.errors import ConfigError, UserError
 from depthlm.locations import CONF
 from depthlm.run_directory import RunDirectory
 from depthlm.streams import continue_without_output, printable

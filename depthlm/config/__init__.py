@@ -1,10 +1,10 @@
 """Configuration: the schema, and the composition of overrides into a checked `Config`."""
 
 from depthlm.config.compose import compose, mechanisms, resolve_and_check
-from depthlm.config.errors import ConfigError
 from depthlm.config.from_run import changes, run_of
 from depthlm.config.protocol import prepare_command
 from depthlm.config.schema import Config, run_steps, warmup_steps
+from depthlm.errors import ConfigError
 
 __all__ = [
     "Config",

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from depthlm.config.errors import join_names, nearest
 from depthlm.config.keys import Key, keys, override_text, split_list, validate
 from depthlm.counts import format_count
-from depthlm.errors import UserError
+from depthlm.errors import UserError, join_names, nearest
 
 Arguments = TypeVar("Arguments")
 

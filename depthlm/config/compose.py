@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from depthlm.config.errors import ConfigError
+from depthlm.config.classes import code_digests
 from depthlm.config.from_run import (
     check_origin,
     config_file_of,
@@ -26,11 +26,12 @@ from depthlm.config.hydra_context import Files, compose_raw, hydra_at_conf, igno
 from depthlm.config.keys import check_fields, replace_values
 from depthlm.config.names import given_names
 from depthlm.config.resolve import resolve, resolve_saved
-from depthlm.config.saved import code_digests, load_config
+from depthlm.config.saved import load_config
 from depthlm.config.schema import Config
 from depthlm.config.validate.checks import check_together
 from depthlm.config.validate.explain import explain_overrides, is_odd
 from depthlm.config.validate.machine import check_machine, check_starts
+from depthlm.errors import ConfigError
 from depthlm.locations import CONF
 from depthlm.machine import environment
 

@@ -12,15 +12,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from depthlm.config.errors import ConfigError, nearest
+from depthlm.config.classes import check_trusted, targets
 from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf
 from depthlm.config.keys import keys
 from depthlm.config.names import by_importance, by_name, changed_settings, is_difference, join_name
 from depthlm.config.resolve import LENGTHS
-from depthlm.config.saved import as_text, check_reach, check_trusted, fixed_changes, load_config, read_config, targets
+from depthlm.config.saved import as_text, check_reach, fixed_changes, load_config, read_config
 from depthlm.config.schema import Config
 from depthlm.config.validate.explain import OPEN, explain_overrides, not_an_override, one_line
-from depthlm.errors import UserError
+from depthlm.errors import ConfigError, UserError, nearest
 from depthlm.run_directory import RunDirectory
 
 RUN, FILE, TRUST = "run=", "config=", "trust="

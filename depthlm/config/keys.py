@@ -12,11 +12,11 @@ from typing import Any, Literal, Optional, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from depthlm.config.errors import join_names, nearest
+from depthlm.config.classes import check_target
 from depthlm.config.schema import Config, Recomputation
-from depthlm.config.validate.decoder import check_target
 from depthlm.counts import Count
 from depthlm.data.settings import Source
+from depthlm.errors import join_names, nearest
 from depthlm.fields import OnResume
 
 # the types of keys in error messages

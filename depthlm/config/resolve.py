@@ -12,7 +12,7 @@ import yaml
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from depthlm.config.errors import ConfigError, join_names, nearest
+from depthlm.config.classes import code_digests
 from depthlm.config.experiment import Experiment
 from depthlm.config.hydra_context import Files, available_groups, compose_raw, hydra_at_conf, state_of_files
 from depthlm.config.keys import check_fields, replace_values, value_at, value_of
@@ -27,10 +27,11 @@ from depthlm.config.names import (
     named_value,
     run_name,
 )
-from depthlm.config.saved import code_digests, compare
+from depthlm.config.saved import compare
 from depthlm.config.schema import Config, run_steps
 from depthlm.data import is_on_hub, padded_vocab_size
 from depthlm.data.settings import Data
+from depthlm.errors import ConfigError, join_names, nearest
 from depthlm.model.shape import Size
 
 LENGTHS = ("training.max_steps", "training.max_tokens", "training.max_epochs")

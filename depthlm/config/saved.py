@@ -4,22 +4,17 @@ Only the configuration of the user's own run may name anything outside of it. co
 only the user who trains the run has, in `~/.local/state/depthlm/key`.
 """
 
-import ast
 import dataclasses
 import functools
 import hashlib
 import hmac
-import importlib.util
 import inspect
-import json
 import os
 import re
 import secrets
-import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +22,12 @@ import yaml
 from hydra.utils import get_class
 from omegaconf._utils import get_omega_conf_dumper, get_yaml_loader
 
+from depthlm.config.classes import code_digests
 from depthlm.config.keys import flatten, keys, on_resume, validate_values
-from depthlm.config.schema import Config, Model
+from depthlm.config.schema import Config
 from depthlm.errors import UserError
 from depthlm.files import YAML_LOADER, check_yaml, read_text, read_yaml
-from depthlm.locations import CONF, PACKAGE
+from depthlm.locations import CONF
 from depthlm.run_directory import RunDirectory
 
 SIGNED = "# signed: "
@@ -199,109 +195,9 @@ def signature(text: str) -> str | None:
     return None if key is None else hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
 
-def targets(model: Model) -> dict[str, str]:
-    """Return the class of the connection and of the attention of a mechanism, by its key."""
-    return {f"model.{part}": str(getattr(model, part).get("_target_")) for part in ("connection", "attention")}
-
-
-def code_digests(config: Config) -> dict[str, str]:
-    """Return the SHA-256 of the source of each class from outside depthlm, by class.
-
-    The source is the file of the class, and the files beside it that it imports, directly or not. Packages of the
-    Python installation have versions, which environment.json records.
-    """
-    classes = {*targets(config.model).values(), config.optimizer._target_}
-    digests = {}
-    for target in sorted(classes):
-        module = target.rpartition(".")[0]
-        spec = None if module.partition(".")[0] in ("", "depthlm", "torch") else _spec(module)
-        if spec is None or spec.origin is None:
-            continue
-        # the folder from which the module is imported
-        root = Path(spec.origin).parents[module.count(".") + (spec.submodule_search_locations is not None)]
-        if not _is_installed(root):
-            files = {file.relative_to(root).as_posix(): file for file in _imported_files(module, root)}
-            texts = [f"{name}\n".encode() + files[name].read_bytes() for name in sorted(files)]
-            digests[target] = hashlib.sha256(b"".join(hashlib.sha256(text).digest() for text in texts)).hexdigest()
-    return digests
-
-
 def changed_code(config: Config) -> dict[str, str]:
     """Return the classes whose code is not that of a saved configuration, each with a description of both."""
     return compare({"code": config.code}, {"code": code_digests(config)})
-
-
-def _imported_files(module: str, root: Path) -> set[Path]:
-    """Return the files in a folder that belong to a module or are imported by it, directly or not."""
-    files: dict[str, Path | None] = {}
-    waiting = [module]
-    while waiting:
-        name = waiting.pop()
-        if name in files:
-            continue
-        files[name] = None
-        # looking for a module imports its packages, which must not happen to those of others, such as torch in a
-        # virtual environment inside the folder
-        top = _spec(name.partition(".")[0])
-        places = [] if top is None else [top.origin, *(top.submodule_search_locations or ())]
-        is_local = any(p and Path(p).is_relative_to(root) and not _is_installed(Path(p)) for p in places)
-        spec = _spec(name) if is_local else None
-        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-            continue
-        file = Path(spec.origin)
-        if file.is_relative_to(PACKAGE) or not file.is_file():
-            continue
-        files[name] = file
-        package = name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
-        waiting += [name.rpartition(".")[0], *_imports(file, package)]
-    return {file for file in files.values() if file is not None}
-
-
-def _imports(file: Path, package: str) -> Iterator[str]:
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            source = "." * node.level + (node.module or "")
-            origin = importlib.util.resolve_name(source, package) if node.level else source
-            # a name may be a module too
-            yield from (origin, *(f"{origin}.{alias.name}" for alias in node.names))
-
-
-def _spec(module: str) -> ModuleSpec | None:
-    with suppress(ImportError, ValueError, AttributeError):
-        return importlib.util.find_spec(module)
-    return None
-
-
-def _is_installed(folder: Path) -> bool:
-    places = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    return any(folder.is_relative_to(place) for place in places)
-
-
-def check_trusted(saved: Mapping[str, str], trust: Sequence[str], where: str) -> None:
-    """Raise UserError if a class of a saved configuration is not from depthlm, torch.optim or a module in `trust`.
-
-    Importing a module executes it, and the file may name any module. saved: classes by key, as `targets` returns them.
-    """
-    untrusted = {}
-    for key, target in saved.items():
-        module = target.rpartition(".")[0]
-        if not module:
-            raise UserError(f"{where}: {key}._target_ names no class ({target}); config.yaml may be damaged")
-        if not any(module == name or module.startswith(f"{name}.") for name in ("depthlm", "torch.optim", *trust)):
-            untrusted[key] = module
-    if untrusted:
-        origins = ", ".join(f"{key} is from {module}" for key, module in untrusted.items())
-        names = list(dict.fromkeys([*trust, *untrusted.values()]))
-        raise UserError(
-            f"{where}: {origins}. Loading the run imports that code; if you trust it, add trust={','.join(names)} "
-            f"(in Python, trust={json.dumps(names)})"
-        )
 
 
 def outside_settings(config: Config) -> dict[str, Any]:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.config import Config
-from depthlm.config.errors import nearest
 from depthlm.data import Tokenizer
-from depthlm.errors import UserError
+from depthlm.errors import UserError, nearest
 from depthlm.locations import install_command
 from depthlm.model import Decoder
 

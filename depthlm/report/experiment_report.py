@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from depthlm.config.errors import join_names
 from depthlm.config.keys import flatten, in_protocol
 from depthlm.config.protocol import protocol_texts
 from depthlm.config.schema import Config
 from depthlm.counts import duration_text
+from depthlm.errors import join_names
 from depthlm.locations import command
 from depthlm.report.choice import choice_parts, choice_state, choice_tables
 from depthlm.report.comparison import comparison_tables, differences_from_baseline

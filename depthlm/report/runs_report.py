@@ -5,12 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from depthlm.config.errors import nearest
 from depthlm.config.experiment import Experiment
 from depthlm.config.keys import on_resume, override_text
 from depthlm.config.names import by_importance, normal_value, setting_texts
 from depthlm.config.resolve import LENGTHS
-from depthlm.errors import UserError
+from depthlm.errors import UserError, nearest
 from depthlm.report.rows import Row, with_unique_labels
 from depthlm.report.sweep import LOSS, Sweep, with_baseline
 from depthlm.report.sweep_report import sweep_report

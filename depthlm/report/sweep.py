@@ -10,13 +10,12 @@ from statistics import fmean
 from typing import NamedTuple
 
 import depthlm
-from depthlm.config.errors import ConfigError, join_names, nearest
 from depthlm.config.experiment import VALIDATION_LOSS, Column, Experiment
 from depthlm.config.keys import on_resume
 from depthlm.config.names import by_name, experiment_of, normal_value, short_key
 from depthlm.config.schema import Config
 from depthlm.counts import count_text, format_count
-from depthlm.errors import UserError
+from depthlm.errors import ConfigError, UserError, join_names, nearest
 from depthlm.report.rows import (
     Measured,
     Row,

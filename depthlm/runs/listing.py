@@ -14,10 +14,9 @@ from fnmatch import fnmatch, fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from depthlm.config.errors import nearest
 from depthlm.config.keys import override_text
 from depthlm.counts import SCALES, parse_count
-from depthlm.errors import UserError
+from depthlm.errors import UserError, nearest
 from depthlm.run_directory import NO_RUNS, RunDirectory
 from depthlm.runs.progress import RunProgress, progress_of
 from depthlm.runs.records import FAILED, STATES, RunRecord, finite, read_run, recorded_settings

@@ -18,11 +18,11 @@ from statistics import fmean
 from typing import NamedTuple
 
 from depthlm.config.compose import compose
-from depthlm.config.errors import ConfigError, nearest
 from depthlm.config.experiment import VALIDATION_LOSS, Column, Experiment
 from depthlm.config.keys import keys
 from depthlm.config.names import by_name, normal_value, setting_text
 from depthlm.counts import as_number, format_count
+from depthlm.errors import ConfigError, nearest
 from depthlm.runs.records import COMPLETE, RunRecord, differing_texts, read_run
 from depthlm.sweeps.point import Point
 

@@ -15,7 +15,6 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.compose import compose
-from depthlm.config.errors import ConfigError, join_names, nearest
 from depthlm.config.experiment import Experiment
 from depthlm.config.from_run import config_file_of, run_of
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf
@@ -24,6 +23,7 @@ from depthlm.config.names import by_name, experiment_of, importance, setting_tex
 from depthlm.config.resolve import COMPOSING
 from depthlm.config.schema import Config
 from depthlm.config.validate.explain import explain_overrides
+from depthlm.errors import ConfigError, join_names, nearest
 from depthlm.runs.records import RunRecord, finite, read_run
 from depthlm.sweeps.best import with_choice
 from depthlm.sweeps.point import Point

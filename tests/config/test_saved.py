@@ -12,8 +12,9 @@ import yaml
 import depthlm
 from depthlm.config import ConfigError
 from depthlm.config.arguments import read_arguments
+from depthlm.config.classes import check_trusted
 from depthlm.config.from_run import read_trust
-from depthlm.config.saved import check_trusted, compare, load_config, signed_config_text
+from depthlm.config.saved import compare, load_config, signed_config_text
 from depthlm.errors import UserError
 from depthlm.evaluation.evaluate import Evaluate
 from depthlm.optimizers import Optimizer

@@ -6,9 +6,9 @@ import pytest
 import wandb
 
 from depthlm.config import compose
-from depthlm.config.errors import ConfigError
 from depthlm.config.schema import Tracker
 from depthlm.config.validate import machine
+from depthlm.errors import ConfigError
 from depthlm.runs.trackers import Trackers, start_trackers
 
 reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

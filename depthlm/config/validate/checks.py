@@ -2,7 +2,6 @@
 
 from collections.abc import Set
 
-from depthlm.config.errors import join_names
 from depthlm.config.names import check_name
 from depthlm.config.resolve import LENGTHS, tokenizer_exists
 from depthlm.config.schema import Config, run_steps, warmup_steps
@@ -10,7 +9,7 @@ from depthlm.config.validate.decoder import check_mechanism, check_parametrizati
 from depthlm.config.validate.pipeline import check_pipeline
 from depthlm.data import DataError, padded_vocab_size, shares, train_sources
 from depthlm.distributed import launchers
-from depthlm.errors import UserError
+from depthlm.errors import UserError, join_names
 from depthlm.fields import TINY
 
 # overrides that choose the class of the optimizer

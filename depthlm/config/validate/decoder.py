@@ -1,107 +1,22 @@
-"""Checks of the decoder: its shape is valid, and the classes of its mechanism and of the optimizer take their settings.
+"""Checks of the decoder: its shape is valid, and its mechanism can be built with its settings and its parametrization."""
 
-The class of a mechanism or an optimizer defines its settings and their allowed values.
-"""
-
-import importlib
-import inspect
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_class
 
-from depthlm.config.errors import join_names, nearest
-from depthlm.config.schema import Config, Model
-from depthlm.locations import install_command
+from depthlm.config.classes import factories, reads_across_layers
+from depthlm.config.schema import Config
+from depthlm.errors import join_names
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 
 if TYPE_CHECKING:
-    from depthlm.model.attention.self_attention import AttentionFactory
-    from depthlm.model.connection import ConnectionFactory
+    pass
 
-# arguments of an optimizer that its parameter groups set, from the keys beside its settings
-SET_BY_GROUPS = {"lr", "weight_decay"}
 # the classes whose updates are like those of AdamW, for which the factors of a parametrization are known
 LIKE_ADAMW = ("torch.optim.AdamW", "pytorch_optimizer.AdEMAMix", "pytorch_optimizer.ScheduleFreeAdamW")
-# packages of classes in conf/, and the extras that install them
-EXTRAS = {"pytorch_optimizer": "optimizers"}
-
-
-def factories(model: Model) -> "tuple[ConnectionFactory, AttentionFactory]":
-    """Return the factories of connections and attentions. A `_target_` nested in their settings is not instantiated."""
-    connection, attention = (dict(settings) for settings in (model.connection, model.attention))
-    return (
-        partial(get_class(connection.pop("_target_")), **connection),
-        partial(get_class(attention.pop("_target_")), **attention),
-    )
-
-
-def reads_across_layers(model: Model) -> bool:
-    """Return whether the attention may read keys and values of other layers."""
-    from depthlm.model.attention.self_attention import SelfAttention
-
-    attention: Any = get_class(model.attention["_target_"])
-    return attention.attend is not SelfAttention.attend
-
-
-def check_target(name: str, settings: Any) -> list[str]:
-    """Return the mistakes in one of FREE_GROUPS: a wrong class, or settings it does not accept."""
-    import torch
-
-    from depthlm.model.attention.self_attention import SelfAttention
-    from depthlm.model.connection import Connection
-
-    # the last value: how many leading parameters are not settings
-    interface, example, first_setting = {
-        "model.connection": (Connection, "depthlm.mechanisms.residual.Residual", 3),
-        "model.attention": (SelfAttention, "depthlm.model.attention.self_attention.SelfAttention", 3),
-        "optimizer.settings": (torch.optim.Optimizer, "torch.optim.AdamW", 1),
-    }[name]
-    where = f"{name.removesuffix('.settings')}._target_"
-    target = settings.get("_target_")
-    if not isinstance(target, str) or "." not in target:
-        return [f"{where}={target}: not a class, as in {example}"]
-    module, attribute = target.rsplit(".", 1)
-    try:
-        source = importlib.import_module(module)
-    except ImportError as error:
-        if extra := EXTRAS.get(str(error.name)):
-            return [f"{where}={target}: {error.name} is not installed; {install_command(extra)}"]
-        return [f"{where}={target}: cannot be imported ({error}); is its folder on PYTHONPATH?"]
-    named_class = getattr(source, attribute, None)
-    if named_class is None:
-        classes = [other for other, value in vars(source).items() if inspect.isclass(value)]
-        return [f"{where}={target}: {module} has no {attribute}{nearest(attribute, classes)}"]
-    if not (inspect.isclass(named_class) and issubclass(named_class, interface)):
-        return [f"{where}={target}: not a subclass of {interface.__module__}.{interface.__name__}"]
-    parameters = _parameters(named_class)
-    if parameters is None:
-        return []
-    not_settings = {*parameters[:first_setting], *inspect.signature(interface).parameters}
-    not_settings |= SET_BY_GROUPS if name == "optimizer.settings" else set()
-    allowed = [parameter for parameter in parameters if parameter not in not_settings]
-    return [
-        f"{name}.{setting}: {target} has no such setting; allowed: {join_names(allowed) or 'none'}"
-        + nearest(setting, allowed)
-        for setting in settings
-        if setting != "_target_" and setting not in allowed
-    ]
-
-
-def _parameters(named_class: type) -> list[str] | None:
-    """Return the parameters of a class; None: any. Those of `**kwargs` are what the classes above it name."""
-    names: dict[str, None] = {}
-    for ancestor in inspect.getmro(named_class)[:-1]:
-        if (init := vars(ancestor).get("__init__")) is None:
-            continue
-        _, *parameters = inspect.signature(init).parameters.values()
-        names |= dict.fromkeys(p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return list(names)
-    return None
 
 
 def check_mechanism(config: Config) -> list[str]:

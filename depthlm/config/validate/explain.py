@@ -13,9 +13,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
-from depthlm.config.errors import join_names, nearest
 from depthlm.config.hydra_context import available_groups, value_text
 from depthlm.config.keys import FREE_GROUPS, NAMED, check_fields, flatten, keys
+from depthlm.errors import join_names, nearest
 from depthlm.locations import CONF
 
 # the settings of a class, and the sources of a mixture: keys that the schema does not list

@@ -1,8 +1,8 @@
 """Checks of a pipeline: what it cannot train, and the ranks and micro-batches that it needs."""
 
-from depthlm.config.errors import join_names
 from depthlm.config.keys import override_text
 from depthlm.config.schema import Config
+from depthlm.errors import join_names
 
 
 def check_pipeline(config: Config) -> list[str]:

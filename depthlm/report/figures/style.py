@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from depthlm.config.saved import is_own, targets
+from depthlm.config.classes import targets
+from depthlm.config.saved import is_own
 from depthlm.report.rows import Row
 from depthlm.runs.plots import DASHES, MARKERS
 

@@ -11,9 +11,8 @@ from typing import Any
 from depthlm.accounting.cost import count_parameters, long_run_remark
 from depthlm.accounting.memory import Memory
 from depthlm.config import Config
+from depthlm.config.classes import reads_across_layers, targets
 from depthlm.config.protocol import MASKS
-from depthlm.config.saved import targets
-from depthlm.config.validate.decoder import reads_across_layers
 from depthlm.counts import count_text, duration_text, format_count, gib_text
 from depthlm.data import Batches, Corpus
 from depthlm.distributed.launchers import ranks
