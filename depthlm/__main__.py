@@ -73,9 +73,9 @@ def summary(arguments: list[str], program: str) -> None:
         parser.error(f"--gpus {parsed.gpus}: must be at least 1")
     if parsed.io and not parsed.overhead:
         parser.error("--io is an option of --overhead")
-    from depthlm.accounting.overhead import print_overhead, print_pipeline
-    from depthlm.accounting.summary import print_summary
     from depthlm.config import compose
+    from depthlm.summary.model import print_summary
+    from depthlm.summary.overhead import print_overhead, print_pipeline
 
     common = parsed.overrides, parsed.config_dir, parsed.json
     if parsed.overhead:

@@ -1,1 +1,1 @@
-"""Accounting: the parameters, FLOPs and memory of a decoder, and the overhead of its mechanism."""
+"""Accounting: the parameters, FLOPs and memory of a decoder."""

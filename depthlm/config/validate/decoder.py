@@ -1,4 +1,4 @@
-"""Checks of the decoder: its shape is valid, and its mechanism can be built with its settings and its parametrization."""
+"""Checks of the decoder: its shape is valid, and its mechanism and its parametrization suit it."""
 
 import re
 from collections.abc import Callable

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from depthlm.accounting.overhead import transitions
 from depthlm.locations import CONF
 from depthlm.model import Decoder
+from depthlm.summary.overhead import transitions
 from depthlm.training.pipeline.chunks import (
     chunks_of,
     describe_cut,

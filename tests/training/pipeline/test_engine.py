@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import depthlm
-from depthlm.accounting.overhead import transitions
+from depthlm.summary.overhead import transitions
 
 from ...forks import Forks
 from ...model.conftest import PRESETS

@@ -23,7 +23,6 @@ from depthlm.accounting.cost import (
     long_run_remark,
 )
 from depthlm.accounting.memory import MemoryEstimator, UntracedError, largest
-from depthlm.accounting.overhead import overhead, overhead_texts, right_columns
 from depthlm.build import build_model
 from depthlm.config import Config, run_steps
 from depthlm.console import stdout_console
@@ -33,6 +32,7 @@ from depthlm.model import Decoder
 from depthlm.model.parameters import Factors, group_of
 from depthlm.optimizers import Groups, Optimizer
 from depthlm.optimizers.build import parameter_groups
+from depthlm.summary.overhead import overhead, overhead_texts, right_columns
 
 # memory of common GPUs, in GB of 10^9 bytes; CUDA needs what they have beyond that
 GPUS = (80, 141)

@@ -11,10 +11,10 @@ import depthlm
 from depthlm.__main__ import main
 from depthlm.accounting.cost import MEASURED_MFU, count_parameters, flops_per_token
 from depthlm.accounting.memory import MemoryEstimator
-from depthlm.accounting.summary import print_summary, summarize
 from depthlm.config import compose
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
+from depthlm.summary.model import print_summary, summarize
 
 from ..options import configuration
 

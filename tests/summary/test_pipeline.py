@@ -9,10 +9,10 @@ import pytest
 
 import depthlm
 from depthlm.__main__ import main
-from depthlm.accounting.overhead import Sent, read_schedule, transitions
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
 from depthlm.model import Decoder
+from depthlm.summary.overhead import Sent, read_schedule, transitions
 
 from ..options import configuration
 
@@ -108,7 +108,7 @@ def test_invalid_schedules_are_refused():
 @pytest.mark.slow
 def test_the_command_prints_the_rows_of_the_page(monkeypatch, capsys):
     chosen = ["vanilla", "attention_residuals"]
-    monkeypatch.setattr("depthlm.accounting.overhead.mechanisms", lambda config_dir: chosen)
+    monkeypatch.setattr("depthlm.summary.overhead.mechanisms", lambda config_dir: chosen)
     monkeypatch.setattr(sys, "argv", ["depthlm", "summary", "size=3b", "--pipeline", "P=8", "V=4"])
     main()
     lines = (re.split(" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines())

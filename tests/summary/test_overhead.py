@@ -12,10 +12,10 @@ import pytest
 import depthlm
 from depthlm.__main__ import main
 from depthlm.accounting.cost import count_parameters, flops_per_token
-from depthlm.accounting.overhead import PREFILL_CHUNK, Overhead, overhead
 from depthlm.config import mechanisms
 from depthlm.locations import REPOSITORY
 from depthlm.model import Decoder
+from depthlm.summary.overhead import PREFILL_CHUNK, Overhead, overhead
 
 from ..options import configuration
 
@@ -184,7 +184,7 @@ def table_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str
 ) -> dict[str, list[str]]:
     """Return the cells of each mechanism that `summary --overhead` prints, for some of the mechanisms."""
-    monkeypatch.setattr("depthlm.accounting.overhead.mechanisms", lambda config_dir: PRINTED)
+    monkeypatch.setattr("depthlm.summary.overhead.mechanisms", lambda config_dir: PRINTED)
     monkeypatch.setattr(sys, "argv", ["depthlm", "summary", "--overhead", "size=3b", *options])
     main()
     lines = capsys.readouterr().out.splitlines()
