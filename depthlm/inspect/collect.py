@@ -72,7 +72,7 @@ class Collector(Observer):
 
     def read(self, connection: Connection, state: State) -> None:
         spec = connection.spec
-        for figure in connection.figures(state):
+        for figure in figures_of(connection, state):
             self.add(connection, figure, Place(spec.kind, spec.layer))
         if spec.kind == "final":
             for over_depth in self.figures.values():
@@ -87,7 +87,8 @@ class Collector(Observer):
         depth: DepthKV,
         past: AttentionContext,
     ) -> None:
-        for figure in attention.figures(projected, depth, past):
+        figures = getattr(attention, "figures", None)
+        for figure in figures(projected, depth, past) if figures else []:
             self.add(attention, figure, Place("", spec.layer))
 
     def add(self, module: Connection | SelfAttention, figure: Figure, place: Place) -> None:
@@ -103,6 +104,20 @@ class Collector(Observer):
             over_depth = AttentionMaps if "query" in axes else Matrices if len(set(axes)) < len(axes) else Grids
             self.figures[key] = over_depth(mechanism, figure, self.depth)
         self.figures[key].add(figure, place, self.tokens)
+
+
+def figures_of(connection: Connection, state: State) -> Sequence[Figure]:
+    """Return the figures of the read of this state: those that the class defines, or else its weights [n, b, t] or [n].
+
+    A class whose weights have other axes, such as [b, t, d], defines its figures itself.
+    """
+    if (figures := getattr(connection, "figures", None)) is not None:
+        return figures(state)
+    weights = connection.weights(state)
+    if not isinstance(weights, Tensor) or weights.ndim not in (1, 3):
+        return []
+    axes = ("source", "batch", "token") if weights.ndim == 3 else ("source",)
+    return [Figure("weights", weights, axes, "what each sublayer reads")]
 
 
 class AttentionMaps(FigureOverDepth):

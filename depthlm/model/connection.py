@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from depthlm.model.edges import Edit, Reader, describe_axes
-from depthlm.model.figures import Figure
 from depthlm.model.read_ahead import ReadAhead
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 
@@ -24,8 +23,7 @@ class Cost(NamedTuple):
 
     flops: without those of its `nn.Linear` children. io_values: the activation values that it reads and writes beyond
     those of the residual connection. Fused operators move fewer. two_phase_values: in all, in inference, as in Table 1
-    of Attention Residuals (arXiv 2603.15031), where several reads share a pass over old sources; None: see
-    `Connection.two_phase_values`.
+    of Attention Residuals (arXiv 2603.15031), where several reads share a pass over old sources; None: as alone.
     """
 
     flops: float = 0.0
@@ -50,14 +48,14 @@ class Connection(nn.Module):
     those of the formula. A state with a field `pending` has a method `settled`, which returns the state with that write
     performed.
 
-    A subclass defines `read` and `write`, and those of the other seven that it needs: `open`, `close`, `weights`,
-    `figures`, `diagnostics`, `retained`, and `init_parameter` if it owns parameters (see `depthlm.model.parameters`).
+    A subclass defines `read` and `write`, and those of the other six that it needs: `open`, `close`, `weights`,
+    `diagnostics`, `retained`, and `init_parameter` if it owns parameters (see `depthlm.model.parameters`).
     In `__init__` it sets what it costs. It may also set `optimizer_settings` and `fp32_parameters` (see
-    `depthlm.model.parameters`).
+    `depthlm.model.parameters`). `colour` and `figures` are for reports and `inspect` alone, which look them up
+    (see docs/your_own_mechanism.md).
 
     num_inputs: the number of inputs of `read`: 1, or 3 for q, k and v of an attention, each with its own norm.
     read_ahead: reads several sublayers at once (see `depthlm.model.read_ahead`); None: each reads alone.
-    colour: of the mechanism in all figures, as "#RRGGBB"; "": one that follows from its name.
     output_gain: the factor of the initial values, outputs and MLP matrices of the sublayer.
     accumulates: how many outputs of sublayers a read adds to the embedding, in a sum or a mean: "sum": all before it; a
         number: the newest ones; None: undefined, for the reason `why_undefined`. `parametrization=completep` divides
@@ -73,7 +71,6 @@ class Connection(nn.Module):
     num_inputs = 1
     cost = Cost()
     read_ahead: ReadAhead | None = None
-    colour = ""
     output_gain = 1.0
     accumulates: Literal["sum"] | int | None = None
     why_undefined = "it does not say how many outputs a read adds up (Connection.accumulates)"
@@ -153,25 +150,6 @@ class Connection(nn.Module):
                 )
             state = state.settled()
         return state._replace(ahead=()) if getattr(state, "ahead", ()) else state
-
-    def two_phase_values(self) -> float:
-        """Return the activation values per token that this connection reads and writes in inference.
-
-        Where `cost` does not say it, these are the three of the residual merge and its `io_values`: each read alone.
-        """
-        alone = 3.0 * self.size.hidden_size + self.cost.io_values
-        return alone if self.cost.two_phase_values is None else self.cost.two_phase_values
-
-    def figures(self, state: State) -> Sequence[Figure]:
-        """Return what `inspect` draws of the read of this state. By default these are weights [n, b, t] or [n].
-
-        A class whose weights have other axes, such as [b, t, d], defines its figures itself.
-        """
-        weights = self.weights(state)
-        if not isinstance(weights, Tensor) or weights.ndim not in (1, 3):
-            return []
-        axes = ("source", "batch", "token") if weights.ndim == 3 else ("source",)
-        return [Figure("weights", weights, axes, "what each sublayer reads")]
 
     def diagnostics(self, state: State, memory: dict[str, Any]) -> dict[str, Tensor]:
         """Return named tensors of any shape that describe the read of this state.

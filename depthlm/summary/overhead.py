@@ -113,7 +113,9 @@ def overhead(model: Decoder) -> Overhead:
     for connection in reads:
         flops += linear_flops(connection) + connection.cost.flops
         values += connection.cost.io_values
-        two_phase += connection.two_phase_values()
+        # alone, a read has the three values of the residual merge and its own
+        alone = 3.0 * model.size.hidden_size + connection.cost.io_values
+        two_phase += alone if connection.cost.two_phase_values is None else connection.cost.two_phase_values
     retained = retained_states(model) * model.size.hidden_size + model.loops * sum(a.held_values() for a in attentions)
     retained_bytes = BYTES_PER_VALUE * retained
     return Overhead(

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from depthlm.model.attention.context import AttentionContext, causal_mask
 from depthlm.model.edges import Edit, Reader, describe_axes
-from depthlm.model.figures import Figure
 from depthlm.model.layers import Linear, Norm, Rope, apply_rope
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.dropout import ATTENTION_WEIGHTS, apply_dropout
@@ -46,14 +45,12 @@ class SelfAttention(nn.Module):
     projects_kv: whether it has keys and values of its own; if not, it gets only the input of q.
     has_dropout: whether `attend` applies the dropout of its context to the attention weights, as `attend_to` does.
     identity_start: as in `Connection`.
-    colour: as in `Connection`; "": this attention reads only its own layer.
     edit: as in `Connection`.
     """
 
     projects_kv = True
     has_dropout = True
     identity_start: str | None = ""
-    colour = ""
     edit: Edit | None = None
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
@@ -148,10 +145,6 @@ class SelfAttention(nn.Module):
         if rope is not None:
             x = apply_rope(x, rope)
         return x.transpose(1, 2)
-
-    def figures(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> Sequence[Figure]:
-        """Return what `inspect` draws of `attend` with these arguments."""
-        return []
 
     def retained(self, depth: DepthKV) -> list[Tensor]:
         """Return the tensors of the depth list before this layer that it or a later layer reads.
