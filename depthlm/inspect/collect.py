@@ -85,10 +85,10 @@ class Collector(Observer):
         attention: SelfAttention,
         projected: tuple[Tensor, ...],
         depth: DepthKV,
-        past: AttentionContext,
+        context: AttentionContext,
     ) -> None:
         figures = getattr(attention, "figures", None)
-        for figure in figures(projected, depth, past) if figures else []:
+        for figure in figures(projected, depth, context) if figures else []:
             self.add(attention, figure, Place("", spec.layer))
 
     def add(self, module: Connection | SelfAttention, figure: Figure, place: Place) -> None:

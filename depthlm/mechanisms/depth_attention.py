@@ -93,13 +93,15 @@ class DepthAttention(SelfAttention):
         later = range(self.spec.layer + 1, self.spec.num_layers)
         return self.spec.loops > 1 or any(self.spec.layer in self.source_layers(layer) for layer in later)
 
-    def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
+    def attend(
+        self, projected: tuple[Tensor, ...], depth: DepthKV, context: AttentionContext
+    ) -> tuple[Tensor, DepthKV]:
         q, k, v = projected
         # the depth list has one entry per unrolled layer, in order; it is empty where no layer reads it
         positions = self.source_positions(len(depth))
         sources = [depth[position] for position in positions]
         if sources and self.edit is not None:
-            q, k, v = self.mix_edited(projected, sources, [*positions, len(depth)], past)
+            q, k, v = self.mix_edited(projected, sources, [*positions, len(depth)], context)
         elif sources:
             keys, values = ([*earlier, this] for earlier, this in zip(zip(*sources, strict=True), (k, v), strict=True))
             if "value" in self.objects:
@@ -107,7 +109,7 @@ class DepthAttention(SelfAttention):
             if "key" in self.objects:
                 k = self.mix(q, keys, keys)
         depth = [*depth, (k, v) if self.is_source() else ()]
-        return causal_attention(q, k, v, past), depth
+        return causal_attention(q, k, v, context), depth
 
     def mix(self, q_bhte: Tensor, keys: list[Tensor], entries: list[Tensor]) -> Tensor:
         """Return the weighted sum of entries, keys or values x_bkte. keys: those of the sources and of this layer."""
@@ -126,14 +128,14 @@ class DepthAttention(SelfAttention):
         projected: tuple[Tensor, ...],
         sources: list[tuple[Tensor, ...]],
         numbers: list[int],
-        past: AttentionContext,
+        context: AttentionContext,
     ) -> tuple[Tensor, ...]:
         """Return q, k and v, mixed with the weights that `edit` makes. numbers: of the sources and of this layer."""
         q, k, v = projected
         keys, values = ([*earlier, this] for earlier, this in zip(zip(*sources, strict=True), (k, v), strict=True))
         alpha = self.weights(q, keys)
         alpha_nbkt = alpha.view(-1, 1, 1, 1).expand(-1, *k.shape[:3]) if alpha.ndim == 1 else alpha
-        alpha_nbkt = self.edited(alpha_nbkt, ("source", "batch", "head", "token"), past, numbers, True)
+        alpha_nbkt = self.edited(alpha_nbkt, ("source", "batch", "head", "token"), context, numbers, True)
         k_mixed, v_mixed = (self.gated(entries[-1], weighted_sum(alpha_nbkt, entries)) for entries in (keys, values))
         return q, k_mixed if "key" in self.objects else k, v_mixed if "value" in self.objects else v
 
@@ -144,7 +146,7 @@ class DepthAttention(SelfAttention):
         exact = torch.promote_types(q_bhte.dtype, torch.float32)
         return torch.full((len(keys),), 1 / len(keys), dtype=exact, device=q_bhte.device)
 
-    def figures(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> list[Figure]:
+    def figures(self, projected: tuple[Tensor, ...], depth: DepthKV, context: AttentionContext) -> list[Figure]:
         q_bhte, k_bkte, _ = projected
         positions = [*self.source_positions(len(depth)), len(depth)]
         alpha = self.weights(q_bhte, [*(depth[position][0] for position in positions[:-1]), k_bkte])

@@ -6,7 +6,7 @@ for the query at position i, with n depth entries (key_j, value_j) of earlier su
 first loop has none. The keys and values of a layer are an entry only for later layers. Projections of entries start
 like all matrices, so the decoder does not initially equal vanilla.
 
-Our addition: with start=identity, the context is (1 - g) x + g o, with the context x of attention over the sequence
+Our addition: with start=identity, the result is (1 - g) x + g o, with the result x of attention over the sequence
 alone and a parameter g of each query head that is initially 0, so that the decoder initially equals vanilla. In place
 of g, a bias on the depth scores would have to be minus infinity, where it has no gradient.
 
@@ -39,7 +39,7 @@ class Moda(SelfAttention):
     sublayers at its own position.
 
     depth: (k, v) of earlier attentions and MLPs, at each position --.
-    q, k, v ----------------------------------------> softmax over [sequence, depth] -> context
+    q, k, v ----------------------------------------> softmax over [sequence, depth] -> attended
             `-> (k, v), a depth entry of later layers
     MLP input -> ffn_k_proj, ffn_v_proj -> (k, v), the next depth entry
 
@@ -121,7 +121,9 @@ class Moda(SelfAttention):
         # the entries themselves, which later stages know, in place of their copies
         return Depth(depth.bank, tuple((k_bkte, v_bkte) for k_bkte, v_bkte in entries), depth.end, depth.token)
 
-    def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
+    def attend(
+        self, projected: tuple[Tensor, ...], depth: DepthKV, context: AttentionContext
+    ) -> tuple[Tensor, DepthKV]:
         q, k, v, *own_entry = projected
         kept = depth
         if own_entry:
@@ -132,30 +134,30 @@ class Moda(SelfAttention):
             if kept is not depth:
                 # the bank has a copy, so nothing keeps the projections in memory
                 k, v = kept[-1]
-                v = self.narrow_context(v)
+                v = self.narrow_values(v)
         if depth:
             assert isinstance(depth, Depth)
-            bounds = past.bounds(q) if self.edit is None else None
-            mask = None if bounds else past.mask_b1ts
-            k, v = past.extend(k, v)
+            bounds = context.bounds(q) if self.edit is None else None
+            mask = None if bounds else context.mask_b1ts
+            k, v = context.extend(k, v)
             if self.edit is None:
-                context = merged_attention(q, k, self.widen_values(v), depth, mask, bounds)
+                attended = merged_attention(q, k, self.widen_values(v), depth, mask, bounds)
             else:
-                edit = partial(self.edited_probabilities, entries=range(depth.start, depth.end), past=past)
-                context = attend_with_scores(q, k, self.widen_values(v), depth, mask, edit)
-            context = self.narrow_context(context).transpose(1, 2)
+                edit = partial(self.edited_probabilities, entries=range(depth.start, depth.end), context=context)
+                attended = attend_with_scores(q, k, self.widen_values(v), depth, mask, edit)
+            attended = self.narrow_values(attended).transpose(1, 2)
             if self.gate is not None:
-                without_depth = attend_to(q, k, v, past).unflatten(2, (self.num_heads, -1))
-                context = interpolated(without_depth, context, self.gate[:, None])
-            return context.flatten(2), kept
-        return causal_attention(q, k, v, past), kept
+                without_depth = attend_to(q, k, v, context).unflatten(2, (self.num_heads, -1))
+                attended = interpolated(without_depth, attended, self.gate[:, None])
+            return attended.flatten(2), kept
+        return causal_attention(q, k, v, context), kept
 
-    def edited_probabilities(self, p_bhtx: Tensor, entries: range, past: AttentionContext) -> Tensor:
+    def edited_probabilities(self, p_bhtx: Tensor, entries: range, context: AttentionContext) -> Tensor:
         """Return the probabilities that `edit` makes of these. All of the sequence is one part of their sum."""
         p_bhts, depth_bhtn = p_bhtx[..., : -len(entries)], p_bhtx[..., -len(entries) :]
         total_bht1 = p_bhts.sum(-1, keepdim=True)
         axes, sources = ("batch", "head", "token", "source"), (-1, *entries)
-        edited = self.edited(torch.cat([total_bht1, depth_bhtn], -1), axes, past, sources, True)
+        edited = self.edited(torch.cat([total_bht1, depth_bhtn], -1), axes, context, sources, True)
         factor_bht1 = torch.where(total_bht1 > 0, edited[..., :1] / total_bht1, 0)
         return torch.cat([p_bhts * factor_bht1, edited[..., 1:]], -1)
 
@@ -184,8 +186,8 @@ class Moda(SelfAttention):
         padding = self.key_size - self.head_size
         return F.pad(v_bkte, (0, padding)) if padding else v_bkte
 
-    def narrow_context(self, x_bhte: Tensor) -> Tensor:
-        """Return widened values, or a context of them, without the zeros."""
+    def narrow_values(self, x_bhte: Tensor) -> Tensor:
+        """Return widened values, or weighted sums of them, without the zeros."""
         return x_bhte[..., : self.head_size] if self.is_latent else x_bhte
 
     def keep(self, depth: DepthKV, k_bkte: Tensor, v_bkte: Tensor) -> DepthKV:
@@ -198,13 +200,13 @@ class Moda(SelfAttention):
             return depth
         return depth.append(k_bkte, v_bkte, self.slots)
 
-    def figures(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> list[Figure]:
+    def figures(self, projected: tuple[Tensor, ...], depth: DepthKV, context: AttentionContext) -> list[Figure]:
         assert isinstance(depth, Depth)
         q_bhte, k_bkte, *_ = projected
         (b, _, t, _), kinds = q_bhte.shape, len(self.entry_kinds)
-        p_bhtx = probabilities(q_bhte, k_bkte, [key for key, _ in depth], past.mask_b1ts)
+        p_bhtx = probabilities(q_bhte, k_bkte, [key for key, _ in depth], context.mask_b1ts)
         if self.gate is not None:
-            p_bhtt = F.pad(probabilities(q_bhte, k_bkte, [], past.mask_b1ts), (0, len(depth)))
+            p_bhtt = F.pad(probabilities(q_bhte, k_bkte, [], context.mask_b1ts), (0, len(depth)))
             p_bhtx = interpolated(p_bhtt, p_bhtx, self.gate[:, None, None])
         share_nbt = p_bhtx[..., t:].mean(1).movedim(-1, 0)
         share = share_nbt.new_full((2, self.spec.num_layers * self.spec.loops, b, t), float("nan"))
@@ -230,7 +232,7 @@ class Moda(SelfAttention):
     def forward_flops(self, length: float, causal: bool) -> float:
         depth = 2.0 * self.num_heads * (self.key_size + self.head_size) * self.num_entries()
         if self.gate is not None:
-            # a second attention over the sequence, and the sum of both contexts
+            # a second attention over the sequence, and the sum of both results
             seen = length * (0.5 if causal else 1.0)
             depth += self.num_heads * (2.0 * (self.key_size + self.head_size) * seen + 3.0 * self.head_size)
         return super().forward_flops(length, causal) + depth
@@ -238,7 +240,7 @@ class Moda(SelfAttention):
     def io_values(self) -> float:
         """Return the values of all entries that are read, and of the projected entries that are written.
 
-        With start=identity, also both contexts, read, and their sum, written.
+        With start=identity, also both results, read, and their sum, written.
         """
         values = self.num_kv_heads * (self.key_size + self.head_size)
         gated = 0 if self.gate is None else 3 * self.num_heads * self.head_size

@@ -69,18 +69,20 @@ class SharedKV(SelfAttention):
             return (q.unflatten(-1, (self.num_heads, -1)).transpose(1, 2),)
         return (self.rotate(q, self.q_norm if self.qk_norm != "none" else None, rope),)
 
-    def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
+    def attend(
+        self, projected: tuple[Tensor, ...], depth: DepthKV, context: AttentionContext
+    ) -> tuple[Tensor, DepthKV]:
         """The depth list has one entry, of the newest source: all of its keys and values, also cached ones."""
         if self.reuses:
             (q,), (k, v) = projected, depth[-1]
-            return attend_to(q, k, v, past), depth
+            return attend_to(q, k, v, context), depth
         q, k, v = projected
         if not self.is_source:
-            return causal_attention(q, k, v, past), depth
-        k, v = past.extend(k, v)
-        return attend_to(q, k, v, past), [(k, v)]
+            return causal_attention(q, k, v, context), depth
+        k, v = context.extend(k, v)
+        return attend_to(q, k, v, context), [(k, v)]
 
-    def figures(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> list[Figure]:
+    def figures(self, projected: tuple[Tensor, ...], depth: DepthKV, context: AttentionContext) -> list[Figure]:
         about = "the layer whose keys and values each layer attends to"
         return [Figure("source", self.q_proj.weight.new_ones(1), ("layer",), about, "layer", places=[self.source])]
 

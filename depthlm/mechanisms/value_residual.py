@@ -56,24 +56,26 @@ class ValueResidual(SelfAttention):
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         tensor.copy_(torch.tensor(STARTS[self.start]))
 
-    def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
+    def attend(
+        self, projected: tuple[Tensor, ...], depth: DepthKV, context: AttentionContext
+    ) -> tuple[Tensor, DepthKV]:
         q, k, v = projected
         if depth:
             a, b = getattr(self, "value_weights", STARTS["paper"])
             if self.edit is not None:
-                a, b = self.edited_weights(v, past)
+                a, b = self.edited_weights(v, context)
             v = (a * v + b * depth[0][0]).to(v.dtype)
         else:
             depth = [(v,)]
-        return causal_attention(q, k, v, past), depth
+        return causal_attention(q, k, v, context), depth
 
-    def edited_weights(self, v_bkte: Tensor, past: AttentionContext) -> Tensor:
+    def edited_weights(self, v_bkte: Tensor, context: AttentionContext) -> Tensor:
         """Return a and b of each token, as x_b1t1, that `edit` makes of the weights."""
         weights = getattr(self, "value_weights", v_bkte.new_tensor(STARTS["paper"]))
         ab_nbt = per_token(weights, v_bkte[:, 0])
-        return self.edited(ab_nbt, ("source", "batch", "token"), past, (past.slot, 0), False)[:, :, None, :, None]
+        return self.edited(ab_nbt, ("source", "batch", "token"), context, (context.slot, 0), False)[:, :, None, :, None]
 
-    def figures(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> list[Figure]:
+    def figures(self, projected: tuple[Tensor, ...], depth: DepthKV, context: AttentionContext) -> list[Figure]:
         if not hasattr(self, "value_weights"):
             return []
         panels = "a, of the layer itself", "b, of layer 0"

@@ -222,10 +222,10 @@ class Decoder(nn.Module):
                     self.layers[position % self.size.num_layers], position, self.activation_checkpointing, self.kernels
                 )
                 connections = self.connections[2 * position], self.connections[2 * position + 1]
-                past = AttentionContext(
+                context = AttentionContext(
                     documents, cache, position, None if dropout is None else dropout.at(position + 1)
                 )
-                state, depth, routing = layer(state, depth, connections, rope, past, observer)
+                state, depth, routing = layer(state, depth, connections, rope, context, observer)
                 routings += [routing] if routing is not None else []
             if cache is not None:
                 cache.advance(length, document_b1)

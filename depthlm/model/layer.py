@@ -40,7 +40,7 @@ class Observer:
         attention: SelfAttention,
         projected: tuple[Tensor, ...],
         depth: DepthKV,
-        past: AttentionContext,
+        context: AttentionContext,
     ) -> None:
         """Called before `SelfAttention.attend`, with its arguments."""
 
@@ -104,12 +104,12 @@ class Layer(nn.Module):
         depth: DepthKV,
         connections: Connections,
         rope: Rope | None,
-        past: AttentionContext,
+        context: AttentionContext,
         observer: Observer = UNOBSERVED,
     ) -> tuple[State, DepthKV, Routing | None]:
         """Return the state, the depth list, and the routing of a mixture of experts.
 
-        past: which earlier tokens are visible, the cache, and the dropout.
+        context: which earlier tokens are visible, the cache, and the dropout.
         """
         before_attention, after_attention = self.before_attention, self.after_attention
         if observer is not UNOBSERVED:
@@ -118,9 +118,9 @@ class Layer(nn.Module):
             after_attention = partial(Layer.after_attention, self, observer=observer)
         projected, carry = before_attention(connections[0], state, rope)
         if isinstance(self.attention, SelfAttention):
-            observer.attend(connections[0].spec, self.attention, projected, depth, past)
-        context, depth = self.attention.attend(projected, depth, past)
-        state, entry, routing = after_attention(connections, state, carry, context, rope, past.dropout)
+            observer.attend(connections[0].spec, self.attention, projected, depth, context)
+        attended, depth = self.attention.attend(projected, depth, context)
+        state, entry, routing = after_attention(connections, state, carry, attended, rope, context.dropout)
         return state, self.attention.after_mlp(entry, depth), routing
 
     def before_attention(
@@ -136,18 +136,18 @@ class Layer(nn.Module):
         connections: Connections,
         state: State,
         carry: Any,
-        context: Any,
+        attended: Any,
         rope: Rope | None,
         dropout: Dropout | None = None,
         observer: Observer = UNOBSERVED,
     ) -> tuple[State, tuple[Tensor, ...], Routing | None]:
         """Write the output of the attention, and read and write for the MLP.
 
-        context: what `attend` of the mixer returned. dropout: the dropout of this layer.
+        attended: what `attend` of the mixer returned. dropout: the dropout of this layer.
         Return the state, the result of `SelfAttention.project_mlp` for the input of the MLP, and the routing.
         """
         for_attention, for_mlp = connections
-        output_btd = self.output(context, dropout)
+        output_btd = self.output(attended, dropout)
         observer.write(for_attention.spec, output_btd)
         state = for_attention.write(state, output_btd, carry)
         observer.read(for_mlp, state)
@@ -164,10 +164,10 @@ class Layer(nn.Module):
         q_in, k_in, v_in = inputs if len(inputs) == 3 else inputs * 3
         return self.attention.project(q_in, k_in, v_in, rope)
 
-    def output(self, context: Any, dropout: Dropout | None = None) -> Tensor:
-        """Return output_btd of the attention sublayer. context: what `attend` of its mixer returned."""
+    def output(self, attended: Any, dropout: Dropout | None = None) -> Tensor:
+        """Return output_btd of the attention sublayer. attended: what `attend` of its mixer returned."""
         return apply_dropout(
-            self._normed_output("attention", self.attention.output(context)), dropout, ATTENTION_OUTPUT
+            self._normed_output("attention", self.attention.output(attended)), dropout, ATTENTION_OUTPUT
         )
 
     def transform(

@@ -18,9 +18,9 @@ class Attended(Observer):
     def __init__(self) -> None:
         self.seen: dict[int, Any] = {}
 
-    def attend(self, spec: Any, attention: Any, projected: Any, depth: Any, past: Any) -> None:
-        context = attention.attend(projected, depth, past)[0]
-        self.seen[spec.layer] = projected, list(depth), past, context
+    def attend(self, spec: Any, attention: Any, projected: Any, depth: Any, context: Any) -> None:
+        attended = attention.attend(projected, depth, context)[0]
+        self.seen[spec.layer] = projected, list(depth), context, attended
 
 
 def literal(q: Any, k: Any, depth: Any, seen_ts: Any) -> np.ndarray[Any, Any]:
@@ -53,21 +53,23 @@ def test_maps_equal_a_literal_softmax(build, arrays, settings, end_of_text):
     found = arrays(model, tokens)
     layers = len(attended.seen)
     share, total = np.full((layers, 2, layers), np.nan), np.zeros(layers)
-    for layer, (projected, depth, past, context) in attended.seen.items():
-        mask = past.mask_b1ts[:, 0] if past.mask_b1ts is not None else torch.ones(3, 12, 12, dtype=torch.bool).tril()
+    for layer, (projected, depth, context, result) in attended.seen.items():
+        mask = (
+            context.mask_b1ts[:, 0] if context.mask_b1ts is not None else torch.ones(3, 12, 12, dtype=torch.bool).tril()
+        )
         p = literal(projected[0], projected[1], depth, mask)
         if f"moda_maps_{layer}" in found:
             np.testing.assert_allclose(found[f"moda_maps_{layer}"], p[0], atol=1e-5)
         entries = [(source, kind) for source in range(layer) for kind in (0, 1)][2 * layer - len(depth) :]
         for number, (source, kind) in enumerate(entries):
             share[layer, kind, source] = p[..., 12 + number].mean()
-        # these probabilities and the values reproduce the context
+        # these probabilities and the values reproduce the result
         keys = [entry[0] for entry in depth]
-        made = probabilities(projected[0], projected[1], keys, past.mask_b1ts)
+        made = probabilities(projected[0], projected[1], keys, context.mask_b1ts)
         every = [projected[2], *(entry[1] for entry in depth)]
         values = [value.repeat_interleave(2, 1) for value in every]
         mixed = made[..., :12] @ values[0] + sum(made[..., 12 + j, None] * value for j, value in enumerate(values[1:]))
-        torch.testing.assert_close(mixed.transpose(1, 2).flatten(2), context, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(mixed.transpose(1, 2).flatten(2), result, rtol=1e-4, atol=1e-5)
         total[layer] = p[..., 12:].sum(-1).mean()
     np.testing.assert_allclose(found["moda_depth_share"], share, atol=1e-5)
     np.testing.assert_allclose(found["moda_depth_total"], total, atol=1e-5)

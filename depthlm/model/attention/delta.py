@@ -71,24 +71,24 @@ class DeltaAttention(nn.Module):
         return q, k, v, g, upcast(beta).sigmoid(), self.heads(self.g_b_proj(gate))
 
     def attend(
-        self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext
+        self, projected: tuple[Tensor, ...], depth: DepthKV, context: AttentionContext
     ) -> tuple[tuple[Tensor, Tensor], DepthKV]:
         """Return what `output` takes, and the depth list, which it does not change."""
         *inputs, g, beta, gate = projected
-        starts_bt = None if past.documents is None else past.documents.starts_bt
-        *tails, state = past.state() or (None,) * 4
+        starts_bt = None if context.documents is None else context.documents.starts_bt
+        *tails, state = context.state() or (None,) * 4
         convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
         outputs = [
             convolution(x, tail, starts_bt) for convolution, x, tail in zip(convolutions, inputs, tails, strict=True)
         ]
         q, k, v = (self.heads(x) for x, _ in outputs)
         o_bthe, state = delta_attention(l2_norm(q), l2_norm(k), v, g, beta, state, starts_bt)
-        past.set_state((*(tail for _, tail in outputs), state))
+        context.set_state((*(tail for _, tail in outputs), state))
         return (o_bthe, gate), depth
 
-    def output(self, context: tuple[Tensor, Tensor]) -> Tensor:
+    def output(self, attended: tuple[Tensor, Tensor]) -> Tensor:
         """Return output_btd."""
-        return self.o_proj(self.o_norm(*context).flatten(2))
+        return self.o_proj(self.o_norm(*attended).flatten(2))
 
     def project_mlp(self, mlp_input_btd: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
         """Return nothing: it adds no depth entry."""

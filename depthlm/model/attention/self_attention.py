@@ -30,7 +30,7 @@ class SelfAttention(nn.Module):
     """Grouped-query attention (arXiv 2305.13245) over the sequence, or latent attention (`add_projections`).
 
         inputs -> q_proj -> norm -> rope -> q --.
-               -> k_proj -> norm -> rope -> k ---> attend -> context -> o_proj -> output_btd
+               -> k_proj -> norm -> rope -> k ---> attend -> attended -> o_proj -> output_btd
                -> v_proj -----------------> v --'    ^ `-> depth list for later layers
                                                    depth list from earlier layers
 
@@ -106,22 +106,29 @@ class SelfAttention(nn.Module):
         k = self.rotate(k, self.k_norm if self.qk_norm != "none" else None, rope)
         return q, k, self.heads(v).transpose(1, 2)
 
-    def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
-        """Return context_bt(he) and the depth list for later layers."""
+    def attend(
+        self, projected: tuple[Tensor, ...], depth: DepthKV, context: AttentionContext
+    ) -> tuple[Tensor, DepthKV]:
+        """Return attended_bt(he) and the depth list for later layers."""
         q, k, v = projected
-        return causal_attention(q, k, v, past), depth
+        return causal_attention(q, k, v, context), depth
 
     def edited(
-        self, weights: Tensor, axes: tuple[str, ...], past: AttentionContext, sources: Sequence[int], normalized: bool
+        self,
+        weights: Tensor,
+        axes: tuple[str, ...],
+        context: AttentionContext,
+        sources: Sequence[int],
+        normalized: bool,
     ) -> Tensor:
         """Return the weights of keys and values of several layers that `attend` uses, as `Connection.edited` does."""
         if self.edit is None:
             return weights
-        return self.edit(Reader("layer", past.slot), weights, describe_axes(weights, axes, sources, normalized))
+        return self.edit(Reader("layer", context.slot), weights, describe_axes(weights, axes, sources, normalized))
 
-    def output(self, context: Tensor) -> Tensor:
-        """Project context_bt(he) to output_btd."""
-        return self.o_proj(context)
+    def output(self, attended: Tensor) -> Tensor:
+        """Project attended_bt(he) to output_btd."""
+        return self.o_proj(attended)
 
     def project_mlp(self, mlp_input_btd: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
         """Return any tensors that `after_mlp` of a subclass needs. mlp_input_btd is the input of this layer's MLP."""
@@ -175,27 +182,27 @@ class SelfAttention(nn.Module):
         return 0.0
 
 
-def causal_attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, past: AttentionContext) -> Tensor:
-    """Return context_bt(he) of the new tokens.
+def causal_attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, context: AttentionContext) -> Tensor:
+    """Return attended_bt(he) of the new tokens.
 
     Each token attends to itself and to all tokens before it in its document, including those in the cache.
     """
-    return attend_to(q_bhte, *past.extend(k_bkte, v_bkte), past)
+    return attend_to(q_bhte, *context.extend(k_bkte, v_bkte), context)
 
 
-def attend_to(q_bhte: Tensor, k: Tensor, v: Tensor, past: AttentionContext) -> Tensor:
-    """Return context_bt(he) of the new tokens. k, v: of cached and new tokens, x_bkse."""
+def attend_to(q_bhte: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
+    """Return attended_bt(he) of the new tokens. k, v: of cached and new tokens, x_bkse."""
     # flash attention needs values as wide as the keys; the cache does not
-    narrower, bounds = q_bhte.shape[-1] - v.shape[-1], past.bounds(q_bhte)
+    narrower, bounds = q_bhte.shape[-1] - v.shape[-1], context.bounds(q_bhte)
     if narrower:
         v = F.pad(v, (0, narrower))
     if bounds:
-        context = attend_by_document(q_bhte, k, v, bounds)
-    elif past.dropout is not None:
-        context = _attend_with_dropout(q_bhte, k, v, past)
+        attended = attend_by_document(q_bhte, k, v, bounds)
+    elif context.dropout is not None:
+        attended = _attend_with_dropout(q_bhte, k, v, context)
     else:
-        context = _attend(q_bhte, k, v, past.mask_b1ts)
-    return (context[..., :-narrower] if narrower else context).transpose(1, 2).flatten(2)
+        attended = _attend(q_bhte, k, v, context.mask_b1ts)
+    return (attended[..., :-narrower] if narrower else attended).transpose(1, 2).flatten(2)
 
 
 def _attend(q_bhte: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -210,17 +217,17 @@ def _attend(q_bhte: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor
     return F.scaled_dot_product_attention(q_bhte, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1)
 
 
-def _attend_with_dropout(q_bhte: Tensor, k: Tensor, v: Tensor, past: AttentionContext) -> Tensor:
-    """Return context_bhte with dropout of the attention weights. SDPA's own would depend on the micro-batch."""
+def _attend_with_dropout(q_bhte: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
+    """Return attended_bhte with dropout of the attention weights. SDPA's own would depend on the micro-batch."""
     t, s, groups = q_bhte.shape[2], k.shape[2], q_bhte.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    mask = past.mask_b1ts
+    mask = context.mask_b1ts
     if mask is None:
         mask = causal_mask(t, s, q_bhte.device)
     # the factor comes first, since products may overflow in fp16
     scores_bhts = upcast((q_bhte * q_bhte.shape[-1] ** -0.5) @ k.mT)
     weights_bhts = scores_bhts.masked_fill(~mask, -torch.inf).softmax(-1)
-    return apply_dropout(weights_bhts, past.dropout, ATTENTION_WEIGHTS).to(v.dtype) @ v
+    return apply_dropout(weights_bhts, context.dropout, ATTENTION_WEIGHTS).to(v.dtype) @ v
 
 
 class AttentionFactory(Protocol):
