@@ -46,7 +46,7 @@ def set_default_mode(path: Path) -> None:
 
 
 def system_limit(error: BaseException) -> str | None:
-    """Return what the system refused, if that is why something failed: space, memory, a name that is too long; or None.
+    """Return the limit of the system that an error is about: space, memory, the length of a name; None for others.
 
     Libraries that are not written in Python have errors of their own, with the words of the system.
     """

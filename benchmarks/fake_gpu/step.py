@@ -35,7 +35,7 @@ INTERMEDIATE = (__name__, "torch._compile", "torch._dynamo.eval_frame", "torch._
 
 
 def rehearse(overrides: list[str], micro_batch_size: int, precision: str, compiled: bool, code: bool) -> dict[str, Any]:
-    """Return what one micro-batch of a configuration requires. Call `benchmarks.rehearsal.prepare` first.
+    """Return the memory and work of one micro-batch of a configuration. Call `benchmarks.rehearsal.prepare` first.
 
     precision: autocast: fp32 weights under bf16 autocast, as at ZeRO 0; bf16: bf16 weights, as at ZeRO 1 and above.
     compiled: whether torch.compile compiles the sublayers; the estimate is that of a step without it.
@@ -101,7 +101,7 @@ def model_of(config: Config) -> Decoder:
 
 
 def estimate(config: Config, micro_batch_size: int, precision: str) -> dict[str, float]:
-    """Return what `depthlm summary` assumes for the same micro-batch."""
+    """Return the estimate of `depthlm summary` for the same micro-batch."""
     model = model_of(config)
     if precision == "bf16":
         model.to(torch.bfloat16)

@@ -83,8 +83,8 @@ def peak_gib_above(used: int) -> float | None:
 
 
 def gpu_kernels(step: Step) -> dict[str, Any] | None:
-    """Return what one step does on the GPU: launches, seconds of all kernels and of those of the depth operators, and
-    of the longest KERNELS by name. None without a GPU, or if the profiler sees no kernel.
+    """Return the launches of one step on the GPU, the seconds of all kernels, of those of the depth operators, and of
+    the longest KERNELS by name. None without a GPU, or if the profiler sees no kernel.
     """
     if not torch.cuda.is_available():
         return None

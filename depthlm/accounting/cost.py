@@ -111,7 +111,7 @@ def gpu_hours(flops: float, mechanism: str) -> float:
 
 
 def assumption(mechanism: str) -> str:
-    """Return what the GPU hours of a mechanism assume."""
+    """Return the assumption behind the GPU hours of a mechanism."""
     source = f"as {mechanism} reached on an H200 at 1.5b"
     if mechanism not in MEASURED_MFU:
         source = f"which vanilla reached on an H200 at 1.5b; {mechanism} was not measured, and may be slower"

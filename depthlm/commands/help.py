@@ -92,7 +92,7 @@ def show_topic(
 
 
 def describe_option(group: str, option: str, config_dir: str | Path | None) -> str:
-    """Return what an option is: the title of an experiment, and the comment at the top of the option's file."""
+    """Describe an option: the title of an experiment, and the comment at the top of the option's file."""
     file = option_file(group, option, config_dir)
     title = OmegaConf.select(OmegaConf.load(file), "experiment.title") if group == "experiment" else None
     return ". ".join(text for text in (title, " ".join(comment(file))) if text)

@@ -177,7 +177,7 @@ def value_of(settings: Any, name: str) -> Any:
 
 
 def value_at(values: Mapping[str, Any], name: str) -> Any:
-    """Return what nested values contain under a dotted name, None if there is nothing."""
+    """Return the value under a dotted name in nested values, None if there is none."""
     inner: Any = values
     for part in name.split("."):
         inner = inner.get(part) if isinstance(inner, dict) else None

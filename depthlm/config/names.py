@@ -130,7 +130,7 @@ def by_importance(names: Iterable[str]) -> list[str]:
 
 
 def importance(name: str) -> tuple[int, int, str]:
-    """Return what orders the keys and groups of the configuration, those that matter most to a reader first."""
+    """Return the sort key of a key or group: those that matter most to a reader come first."""
     section = re.split(r"[./]", name)[0]
     rank = IMPORTANCE.index(section) if section in IMPORTANCE else len(IMPORTANCE)
     return rank, list(keys()).index(name) if name in keys() else -1, name

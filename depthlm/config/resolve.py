@@ -63,7 +63,7 @@ def resolve(config: Config, overrides: Sequence[str], config_dir: str | Path | N
 
 
 def record_experiment(experiment: Experiment, name: str | None) -> Experiment:
-    """Return what a run records of its experiment: the name, and which seeds choose between which settings."""
+    """Return the part of an experiment that a run records: its name, and which seeds choose between which settings."""
     seeds = experiment.selection_seeds if experiment.best_over else []
     return Experiment(name=name or "", best_over=experiment.best_over, selection_seeds=seeds)
 

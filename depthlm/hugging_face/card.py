@@ -150,7 +150,7 @@ def metadata(config: Config, results: Results, license: str | None) -> ModelCard
 
 
 def mechanism(model: Decoder, config: Config) -> str:
-    """Return what the connection and the attention do, their papers, and their settings."""
+    """Return a description of the connection and the attention, their papers, and their settings."""
     attention = attention_class(layer.attention for layer in model.layers)
     classes = {"connection": type(model.connections[0]), "attention": attention}
     lines = []

@@ -122,7 +122,7 @@ def linear_inputs(connections: Sequence[Connection], outputs: Sequence[Tensor]) 
 
 
 def linear_read(connection: Connection, state: State) -> tuple[Inputs, Any]:
-    """Return what `read` returns, but with its weights as constants."""
+    """Return the result of `read` with its weights as constants."""
     weights = connection.weights(state)
     if weights is None:
         return connection.read(state)

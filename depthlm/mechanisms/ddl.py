@@ -98,7 +98,7 @@ class DDL(Connection):
 
 
 def factor(h_btd: Tensor, pending: Pending) -> Tensor:
-    """Return what the pending output is multiplied by, beta (v - k . h) / |f|, as x_bt1."""
+    """Return the factor of the pending output, beta (v - k . h) / |f|, as x_bt1."""
     f, h = upcast(pending.output), upcast(h_btd)
     length_bt1 = (f.square().sum(-1, keepdim=True) + NORM_EPS**2).sqrt()
     along_bt1 = (f * h).sum(-1, keepdim=True) / length_bt1

@@ -50,7 +50,7 @@ class DeepNorm(Connection):
         return (x_btd,), x_btd
 
     def weights(self, state: Hidden) -> Tensor | None:
-        """Return what the norm multiplies the sum by, w_btd."""
+        """Return the factor of the sum in the norm, w_btd."""
         return norm_weights(self.norm, state.h) if hasattr(self, "norm") else None
 
     def figures(self, state: Hidden) -> list[Figure]:
@@ -63,7 +63,7 @@ class DeepNorm(Connection):
 
 
 def norm_weights(norm: Norm, x_btd: Tensor) -> Tensor:
-    """Return what a norm multiplies x by, after it has subtracted the mean if it is a LayerNorm: w_btd."""
+    """Return the factor of x in a norm, w_btd, after the mean is subtracted if it is a LayerNorm."""
     squares_bt1 = upcast(subtract_mean(norm, x_btd)).square().mean(-1, keepdim=True)
     return (squares_bt1 + norm.eps).rsqrt() * norm.weight
 

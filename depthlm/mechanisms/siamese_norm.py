@@ -55,7 +55,7 @@ class SiameseNorm(Connection):
         return (u + p,), u
 
     def weights(self, state: State) -> list[Tensor]:
-        """Return what the norms multiply u and p by, two w_btd."""
+        """Return the factors of u and p in the norms, two w_btd."""
         return [norm_weights(self.norm_u, state.u), norm_weights(self.norm_p, state.p)]
 
     def write(self, state: State, output_btd: Tensor, carry: Tensor) -> State:

@@ -45,7 +45,7 @@ class Loss(NamedTuple):
     routing: Routing | None = None
 
     def total(self, z_loss: float) -> Tensor:
-        """Return what is minimized, summed over the tokens. z_loss: the weight of z."""
+        """Return the loss to minimize, summed over the tokens. z_loss: the weight of z."""
         loss = self.nll + z_loss * self.z if z_loss else self.nll
         return loss if self.penalty is None else loss + self.penalty
 

@@ -219,7 +219,7 @@ def run_label(sweep: Sweep, row: Row, seed: str) -> str:
 
 
 def result_notes(sweep: Sweep) -> list[str]:
-    """Return what keeps the results of the rows from being compared, as a list in Markdown; empty if nothing does."""
+    """Return the reasons why the rows cannot be compared, as a list in Markdown; empty if there are none."""
     runs = [run for row in sweep.rows for run in row.runs]
     notes = [run.damage for run in runs if run.damage is not None]
     notes += [f"validation set {name}: runs were validated on different texts" for name in differing_texts(runs)]

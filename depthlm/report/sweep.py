@@ -155,7 +155,7 @@ class Sweep:
         return row.label == baseline or normal_value(series, self.series_of(row)) == normal_value(series, baseline)
 
     def task_of(self, row: Row) -> dict[str, str]:
-        """Return what a row is compared at: its task's name, or the settings that define its task."""
+        """Return the task at which a row is compared: its name, or the settings that define it."""
         return {name: value for name, value in row.points[0].task.items() if name != self.experiment.series}
 
     def reference_of(self, row: Row) -> Row | None:
@@ -263,7 +263,7 @@ class Sweep:
         return ours
 
     def stamp(self, beside_paper: bool = False) -> str:
-        """Return what a figure shows, for readers who see it without its report.
+        """Return the line below a figure, for readers who see it without its report.
 
         That is the experiment, its budget where the paper's numbers or a smaller budget make it matter, the tokens and
         the seeds of its runs, and the version of depthlm. beside_paper: whether the figure also has the paper's
@@ -286,7 +286,7 @@ class Sweep:
 
 
 def references_text(differences: Sequence[Difference]) -> str:
-    """Return what the rows are compared with: the label of a row, or `the baseline of the same task`."""
+    """Return the reference of the differences: the label of a row, or `the baseline of the same task`."""
     labels = {entry.reference.label for entry in differences if entry.reference is not None}
     return labels.pop() if len(labels) == 1 else "the baseline of the same task"
 

@@ -66,7 +66,7 @@ def retrain(directory: Path) -> str:
 
 
 def missing_part(directory: Path, step: int) -> str | None:
-    """Return what is missing of the checkpoint of a step, or None; checks only that its files exist."""
+    """Return the missing part of the checkpoint of a step, or None; checks only that its files exist."""
     path = RunDirectory(directory).checkpoint(step)
     if not (path / MANIFEST).is_file():
         return f"{path / MANIFEST if path.exists() else path} is missing"

@@ -196,7 +196,7 @@ def _matches(run: RunListing, root: Path, text: str) -> bool:
 
 
 def _rank(value: Any) -> tuple[int, float, str]:
-    """Return what orders values of any type: numbers, then text, then missing values."""
+    """Return the sort key of a value of any type: numbers, then text, then missing values."""
     if value is None:
         return 2, 0.0, ""
     return (0, float(value), "") if isinstance(value, int | float) else (1, 0.0, str(value))

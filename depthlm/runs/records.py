@@ -78,7 +78,7 @@ class RunRecord:
         return finite(self.result(metric, at))
 
     def result(self, metric: str, at: float = 1.0) -> float | None:
-        """Return what a complete run has measured, infinity if that is not finite; None without a valid measurement.
+        """Return a measurement of a complete run, infinity if it is not finite; None without a valid one.
 
         metric: a key of summary.json or evaluation.json, or `training_perplexity`, the perplexity of the mean training
         loss over the last 1% of the steps. at: the share of the steps at which to read it; below 1, only validation

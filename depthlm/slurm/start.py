@@ -56,7 +56,7 @@ def check_start(points: Iterable[Point], cluster: Cluster) -> None:
 
 
 def memory_note(points: Iterable[Point], cluster: Cluster) -> str:
-    """Return what the largest point needs on each GPU, and settings with which it fits in 80 GB if it does not."""
+    """Return the memory of the largest point on each GPU, and settings with which it fits in 80 GB if it does not."""
     directory, config = max(
         ((point.directory, point.config_elsewhere()) for point in points),
         key=lambda one: one[1].size.hidden_size * one[1].model.loops * one[1].size.num_layers,

@@ -237,7 +237,7 @@ def read_schedule(words: Sequence[str]) -> tuple[int, int]:
 
 @torch.no_grad()
 def transitions(model: Decoder, stages: int, chunks_per_stage: int) -> Sent:
-    """Return what a decoder sends; one token passes through it, also on the device `meta`. Raises UserError: see above.
+    """Return the values that a decoder sends for one token, also on the device `meta`. Raises UserError: see above.
 
     If the number of chunks does not divide that of the layers, some chunks have one layer more than others.
     """

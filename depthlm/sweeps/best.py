@@ -70,7 +70,7 @@ def with_choice(
 
 
 def group_of(point: Point) -> frozenset[tuple[str, str]]:
-    """Return what the points of a group have in common: the settings without the seed and best_over."""
+    """Return the settings that the points of a group share: those without the seed and best_over."""
     return frozenset((name, value) for name, value in point.settings.items() if name not in ("seed", point.best_over))
 
 

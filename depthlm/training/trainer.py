@@ -211,7 +211,7 @@ class Trainer:
             self.graphs.release()
 
     def agree_on_what_is_due(self) -> Due:
-        """Return what follows the last step: a signal, a clock or a written file on one rank counts for all."""
+        """Return the actions due after a step: a signal, a clock or a written file on one rank counts for all."""
         step = self.progress.step
         flags = (self.request.name is not None, self.saver.due(), self.saver.busy(), not self.claim.intact())
         stop, by_the_clock, busy, lost = on_any_rank(flags, self.device)

@@ -212,7 +212,7 @@ def held_out_fraction(files: TextFiles, source: Source, data: Data) -> float:
 
 
 def identity(name: str, text: str, data: Data) -> str:
-    """Return what decides whether a document is held out."""
+    """Return the text whose hash decides whether a document is held out."""
     return name if data.held_out_by == "name" else text
 
 

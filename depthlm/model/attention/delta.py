@@ -73,7 +73,7 @@ class DeltaAttention(nn.Module):
     def attend(
         self, projected: tuple[Tensor, ...], depth: DepthKV, context: AttentionContext
     ) -> tuple[tuple[Tensor, Tensor], DepthKV]:
-        """Return what `output` takes, and the depth list, which it does not change."""
+        """Return the argument of `output`, and the depth list unchanged."""
         *inputs, g, beta, gate = projected
         starts_bt = None if context.documents is None else context.documents.starts_bt
         *tails, state = context.state() or (None,) * 4

@@ -134,7 +134,7 @@ def _of_positions(ptr, s, j, p, positions, reads):
 
 @triton.jit
 def _gate(b_ptr, score_ptr, s, j, n, p, c, positions, reads, D: tl.constexpr):
-    """Return what a gate is where it is above 0; elsewhere the gate is closed."""
+    """Return a gate before its ReLU, which closes it where that is not above 0."""
     return _of_dimensions(b_ptr, s, j, n, c, reads, D) + _of_positions(score_ptr, s, j, p, positions, reads)
 
 

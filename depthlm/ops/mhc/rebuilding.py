@@ -37,7 +37,7 @@ def save_streams(ctx: Any, x: Tensor, *others: Tensor | None) -> None:
 
 
 def saved_streams(ctx: Any) -> tuple[Tensor, ...]:
-    """Return what `save_streams` saved: x, and then the other tensors."""
+    """Return the tensors that `save_streams` saved: x, then the others."""
     if ctx.source is None:
         *others, x = ctx.saved_tensors
         return x, *others

@@ -283,7 +283,7 @@ class Collector:
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return what the configuration decides of each group. All other entries belong to the state of the optimizer."""
+    """Return the entries of each group that the configuration decides. All others are part of the optimizer's state."""
     arguments = inspect.signature(type(optimizer)).parameters
     return [
         {key: value for key, value in group.items() if key in GROUP_KEYS or (key in arguments and key != "params")}
@@ -305,7 +305,7 @@ def replace_loading(deepspeed: Any, load: Callable[[], None]) -> Iterator[None]:
 
 
 def reducer_of(config: Config, plan: Plan, engine: Any, model: Decoder) -> Reducer | None:
-    """Return what averages the gradients over the ranks instead of DeepSpeed; None if DeepSpeed does."""
+    """Return the reducer that averages the gradients over the ranks instead of DeepSpeed; None if DeepSpeed does."""
     if config.deepspeed.stage > 0:
         return None
     # it would also copy the gradients of a single rank to a flat tensor and back

@@ -66,7 +66,7 @@ def _then(first: Callable[..., None], second: Callable[..., None]) -> Callable[.
 
 
 def _shards(partition: Partition, kept: set[nn.Parameter]) -> Callable[[], None]:
-    """Return what makes the shards of ZeRO 3 parts of the fp32 weights, so that DeepSpeed gathers these."""
+    """Return a function that makes the shards of ZeRO 3 parts of the fp32 weights, so that DeepSpeed gathers these."""
     members: list[Any] = [parameter for parameter, _ in partition.parameters]
     parts = partition.flat.detach().split([parameter.ds_tensor.numel() for parameter in members])
     shards = [(p.ds_tensor, part) for p, part in zip(members, parts, strict=True) if p in kept]
@@ -79,7 +79,7 @@ def _shards(partition: Partition, kept: set[nn.Parameter]) -> Callable[[], None]
 
 
 def _copies(partition: Partition, kept: set[nn.Parameter]) -> Callable[[], None]:
-    """Return what gives every rank the fp32 weights of ZeRO 1 and 2; collective."""
+    """Return a collective function that gives every rank the fp32 weights of ZeRO 1 and 2."""
     members = [parameter for parameter, _ in partition.parameters if parameter in kept]
     sizes = [parameter.numel() for parameter in members]
     flat = torch.empty(sum(sizes), dtype=torch.float32, device=members[0].device)

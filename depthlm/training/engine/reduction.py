@@ -204,5 +204,5 @@ def is_invalid(norm: Tensor, skip: Tensor | None = None) -> Tensor:
 
 
 def _key(parameter: nn.Parameter) -> tuple[torch.dtype, bool]:
-    """Return what the parameters of a bucket have in common."""
+    """Return the properties that all parameters of a bucket share."""
     return parameter.dtype, spread_of(parameter) is None

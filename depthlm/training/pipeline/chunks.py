@@ -104,7 +104,7 @@ def tensors_at(model: Decoder, cut: Any, prefix: Prefix) -> Tensors:
 
 
 def resume(model: Decoder, cut: Any, position: int, tensors: Mapping[Key, Tensor]) -> Prefix:
-    """Return what a forward pass has computed before a layer, of the tensors that crossed the cut there."""
+    """Return the forward pass up to a layer, from the tensors that crossed the cut there."""
     state, entries = tree_map(lambda leaf: tensors[leaf.key] if isinstance(leaf, Slot) else leaf, cut)
     number, attention = model.next_attention(position)
     if attention is not None:
@@ -120,7 +120,7 @@ class Route(NamedTuple):
 
 
 def plan_route(cuts: list[Any], stages: int, caching: bool) -> Route:
-    """Return what is sent: with caching, a stage keeps what it received for earlier chunks; else all is sent again.
+    """Return the route: with caching, a stage keeps what it received for earlier chunks; else all is sent again.
 
     As in Attention Residuals (arXiv 2603.15031, section 4.1), a stage does not keep what it computed, except stage 0
     the embedding and what opens the state.

@@ -111,7 +111,7 @@ class PipelineEngine(Engine):
         return self.stages[-1].losses.pop(0, Loss(zero, zero, zero.long()))
 
     def route(self, inputs: Tensor) -> Route:
-        """Return what is sent for a batch of this shape. The first call for it is collective in a pipeline.
+        """Return the route of a batch of this shape. The first call for it is collective in a pipeline.
 
         Each chunk then runs once on zeros, since what a mechanism sends may depend on autocast and kernels.
         """

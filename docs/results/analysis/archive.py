@@ -150,7 +150,7 @@ def line_of(point: Point) -> dict[str, Any] | None:
 
 
 def place(environment: dict[str, Any]) -> dict[str, str]:
-    """Return what decides the last digits of a loss: the versions of Python and torch, and the processor."""
+    """Return the facts that decide the last digits of a loss: the versions of Python and torch, and the processor."""
     python, torch = environment["python"], environment["versions"]["torch"]
     return {"python": python, "torch": torch, "device": environment["device"]}
 

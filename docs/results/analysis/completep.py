@@ -138,7 +138,7 @@ def holm(chances: Mapping[str, float]) -> set[str]:
 
 
 def answer(arm: Arm, shown: bool) -> str:
-    """Return what the numbers of a mechanism answer. shown: its interaction, after Holm's correction."""
+    """Return the answer for a mechanism. shown: its interaction, after Holm's correction."""
     if (share := arm.share) is not None:
         _, low, high = share
         return "repair" if high < 0.5 else "synergy" if low > 1 else "additive" if low > 0.5 else "not shown"

@@ -54,7 +54,7 @@ class Outputs(Observer):
 
 @torch.no_grad()
 def activations(model: Decoder, tokens_bt: Tensor) -> dict[str, Tensor]:
-    """Return what the figure compares, by part."""
+    """Return the tensors that the figure compares, by part."""
     observer = Outputs()
     hidden_btd = model.hidden(tokens_bt, observer=observer)
     assert isinstance(observer.total, Tensor)

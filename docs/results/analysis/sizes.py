@@ -122,7 +122,7 @@ def against_vanilla(sweep: Sweep) -> Table:
 
 
 def needs(sweep: Sweep) -> Table:
-    """Return what vanilla needs for the losses of the others, by parameters, compute and training time.
+    """Return the factors that vanilla needs for the losses of the others, in parameters, compute and training time.
 
     The last line of a mechanism has the geometric means over all sizes, also those whose factors are not shown.
     """
