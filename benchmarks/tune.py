@@ -162,7 +162,7 @@ def _outcome(line: dict[str, Any]) -> str:
     return f"{1e6 * line['seconds']:,.0f} us" if "seconds" in line else line.get("error", NO_TIME)
 
 
-def improved(tiles: Tiles, lines: list[dict[str, Any]]) -> Tiles:
+def improve(tiles: Tiles, lines: list[dict[str, Any]]) -> Tiles:
     """Return the constants with the fastest candidate of each group that is fast enough."""
     chosen = {kernels: dict(constants) for kernels, constants in tiles.items()}
     for kernels in dict.fromkeys(line["kernels"] for line in lines):
@@ -174,7 +174,7 @@ def improved(tiles: Tiles, lines: list[dict[str, Any]]) -> Tiles:
     return chosen
 
 
-def replaced(source: str, table: dict[str, Tiles]) -> str:
+def replace_table(source: str, table: dict[str, Tiles]) -> str:
     """Return the source of tiles.py with another table."""
     statement = next(x for x in ast.parse(source).body if isinstance(x, ast.AnnAssign))
     lines = source.splitlines(keepends=True)
@@ -225,10 +225,10 @@ def main() -> int:
         present, groups, deadline, arguments.rehearse, lambda lines: reporting.write_json(output, {"lines": lines})
     )
     reporting.publish(output, {"lines": lines}, markdown)
-    best = improved(present, lines)
+    best = improve(present, lines)
     if not (arguments.dry_run or arguments.rehearse) and best != present:
         path = Path(tiles.__file__)
-        replace_text(path, replaced(path.read_text(), tiles.TILES | {f"sm_{major}{minor}": best}))
+        replace_text(path, replace_table(path.read_text(), tiles.TILES | {f"sm_{major}{minor}": best}))
         print(f"written to {path}")
     return 0
 

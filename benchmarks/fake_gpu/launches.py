@@ -82,7 +82,7 @@ def record_launches(launched: Callable[[Specialization, dict[str, Any]], None]) 
         if not isinstance(version, Specialization):
             raise RuntimeError(f"triton {triton.__version__} compiles kernels in another way than this module expects")
         version.arguments = version.arguments or " ".join(
-            [*(f"{key}={_shown(value)}" for key, value in kwargs.items()), *map(_shown, args)]
+            [*(f"{key}={_text_of(value)}" for key, value in kwargs.items()), *map(_text_of, args)]
         )
         launched(version, dict(zip(self.arg_names, args, strict=False)) | kwargs)
 
@@ -106,13 +106,13 @@ def _mock(x: Any) -> Any:
     return tensor
 
 
-def _shown(x: Any) -> str:
+def _text_of(x: Any) -> str:
     if isinstance(x, triton.language.constexpr):
-        return _shown(x.value)
+        return _text_of(x.value)
     if hasattr(x, "_fields"):
-        return " ".join(f"{name}={_shown(value)}" for name, value in x._asdict().items())
+        return " ".join(f"{name}={_text_of(value)}" for name, value in x._asdict().items())
     if isinstance(x, tuple | list):
-        return f"{len(x)} x {_shown(x[0])}" if x else "()"
+        return f"{len(x)} x {_text_of(x[0])}" if x else "()"
     if isinstance(x, torch.Tensor):
         text = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}".replace(" ", "")
         misaligned = x.storage_offset() * x.element_size() % 16
@@ -139,7 +139,7 @@ def backend(region: Callable[[int, Callable[[], Any]], Any]) -> Any:
     def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         # a backward pass may be lowered while its launches are counted
         with _disable_current_modes():
-            launches = generated(graph, inputs)
+            launches = count_generated(graph, inputs)
         return lambda *arguments: region(launches, lambda: graph(*arguments))
 
     return aot_autograd(
@@ -150,7 +150,7 @@ def backend(region: Callable[[int, Callable[[], Any]], Any]) -> Any:
     )
 
 
-def generated(graph: torch.fx.GraphModule, inputs: Any) -> int:
+def count_generated(graph: torch.fx.GraphModule, inputs: Any) -> int:
     """Return how many kernels Inductor's code for a graph launches."""
     fake_mode = detect_fake_mode(inputs)
     compile_fx.view_to_reshape(graph)

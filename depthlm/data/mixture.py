@@ -33,7 +33,7 @@ class Schedule(NamedTuple):
         source = self.source[offsets]
         return source, periods * self.counts[source] + self.place[offsets]
 
-    def seen(self, samples: int) -> NDArray[np.int64]:
+    def count_seen(self, samples: int) -> NDArray[np.int64]:
         """Return how many of the first `samples` samples come from each source, [k]."""
         periods, remainder = divmod(samples, len(self.source))
         return periods * self.counts + np.bincount(self.source[:remainder], minlength=len(self.counts))

@@ -112,10 +112,10 @@ class Batches(Dataset[torch.Tensor]):
             squares += int(np.square(np.diff(ends, prepend=0, append=len(tokens))).sum())
         return squares / (samples * self.sequence_length)
 
-    def seen(self, steps: int) -> dict[str, tuple[float, float]]:
+    def count_seen(self, steps: int) -> dict[str, tuple[float, float]]:
         """Return, for each source after `steps` steps, its share of the samples and its number of epochs."""
         samples = steps * self.batch_size
-        counts = self.schedule.seen(samples).tolist()
+        counts = self.schedule.count_seen(samples).tolist()
         rows = zip(self.names, counts, self.num_windows, strict=True)
         return {name: (count / max(samples, 1), count / windows) for name, count, windows in rows}
 

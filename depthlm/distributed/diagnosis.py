@@ -26,12 +26,12 @@ LOG_SECONDS = 5.0
 class Packed:
     """A record that is text in the store."""
 
-    def packed(self) -> str:
+    def pack(self) -> str:
         """Return this as text for the store."""
         return json.dumps(vars(self))
 
     @classmethod
-    def unpacked(cls, text: str | bytes) -> Self:
+    def unpack(cls, text: str | bytes) -> Self:
         """Return the record from its text."""
         return cls(**json.loads(text))
 

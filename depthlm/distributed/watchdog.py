@@ -102,7 +102,7 @@ def start_watcher(ranks: Ranks, activity: Activity, rank_timeout: float, stall_t
         port = store.port
         store.set("end", "")
         for rank in range(ranks.world_size):
-            store.set(f"sign/{rank}", Heartbeat().packed())
+            store.set(f"sign/{rank}", Heartbeat().pack())
     hosts = gather((port, f"host {socket.gethostname()}, pid {os.getpid()}"))
     address, names = (ranks.address or "", int(hosts[0][0])), {rank: name for rank, (_, name) in enumerate(hosts)}
     if store is None:
@@ -230,23 +230,23 @@ class Watcher:
 
     def _exchange(self) -> None:
         """Send a heartbeat and any failure report, and read those of the others."""
-        self.store.set(f"sign/{self.rank}", self._heartbeat().packed())
+        self.store.set(f"sign/{self.rank}", self._heartbeat().pack())
         if self.own_report is not None:
-            self.store.compare_set("end", "", self.own_report.packed())
+            self.store.compare_set("end", "", self.own_report.pack())
         others = list(self.listener.last)
         *heartbeats, report = self.store.multi_get([*(f"sign/{rank}" for rank in others), "end"])
         with self.lock:
             now = self.clock.tick(time.monotonic())
             for rank, heartbeat in zip(others, heartbeats, strict=True):
-                self.listener.hear(rank, Heartbeat.unpacked(heartbeat), now)
+                self.listener.hear(rank, Heartbeat.unpack(heartbeat), now)
         if report:
-            self.final_report = FailureReport.unpacked(report)
+            self.final_report = FailureReport.unpack(report)
             self._acknowledge()
 
     def _acknowledge(self) -> None:
         self.informed = True
         with suppress(DistError, RuntimeError):
-            self.store.set(f"sign/{self.rank}", self._heartbeat().packed())
+            self.store.set(f"sign/{self.rank}", self._heartbeat().pack())
 
     def _check_ranks(self) -> None:
         with self.lock:
@@ -254,7 +254,7 @@ class Watcher:
             heartbeats = {0: self._heartbeat()} | self.listener.last
         report = silent or report_stalled(heartbeats, self.names, self.stall_timeout)
         if report is not None and not self.closing:
-            self.store.compare_set("end", "", report.packed())
+            self.store.compare_set("end", "", report.pack())
             self.wake.set()
 
     def _abort(self, report: FailureReport) -> None:
@@ -277,7 +277,7 @@ class Watcher:
         deadline = time.monotonic() + REPORT_SECONDS
         while others and time.monotonic() < deadline:
             texts = self.store.multi_get([f"sign/{rank}" for rank in others])
-            heartbeats = map(Heartbeat.unpacked, texts)
+            heartbeats = map(Heartbeat.unpack, texts)
             others = [
                 rank for rank, beat in zip(others, heartbeats, strict=True) if not (beat.informed or beat.finished)
             ]

@@ -36,7 +36,7 @@ class SharedLM(LM):
         super().__init__()
         self.call, self.ranks = call, ranks
 
-    def _shared(self, name: str, requests: Sequence[Instance]) -> list[Any]:
+    def _share(self, name: str, requests: Sequence[Instance]) -> list[Any]:
         """Return the results of requests, in their order. name: of the method of the harness's language models."""
         results: list[Any] = []
         step = CHUNK * self.ranks
@@ -46,9 +46,9 @@ class SharedLM(LM):
             results += [parts[number % self.ranks][number // self.ranks] for number in range(len(arguments))]
         return results
 
-    loglikelihood = partialmethod(_shared, "loglikelihood")
-    loglikelihood_rolling = partialmethod(_shared, "loglikelihood_rolling")
-    generate_until = partialmethod(_shared, "generate_until")
+    loglikelihood = partialmethod(_share, "loglikelihood")
+    loglikelihood_rolling = partialmethod(_share, "loglikelihood_rolling")
+    generate_until = partialmethod(_share, "generate_until")
 
 
 def compute_part(lm: Any, name: str, arguments: Sequence[tuple[Any, ...]], rank: int, ranks: int) -> list[Any]:

@@ -153,7 +153,7 @@ def repeat_prefix(prefix: Prefix, copies: int) -> Prefix:
 
     def repeat(x: object) -> object:
         if isinstance(x, Depth):
-            return x.repeated(copies)
+            return x.repeat(copies)
         return x.repeat(copies, *[1] * (x.ndim - 1)) if isinstance(x, Tensor) else x
 
     return Prefix(prefix.position, *(tree_map(repeat, part) for part in prefix[1:]))

@@ -70,9 +70,9 @@ class AltUp(Connection):
         tensor.fill_(1.0) if name == "norm" else tensor.normal_(0, std, generator=generator)
 
     def open(self, embedding_btd: Tensor) -> State:
-        return State((embedding_btd, *self.projected((embedding_btd,) * len(self.proj), embedding_btd)), embedding_btd)
+        return State((embedding_btd, *self.project((embedding_btd,) * len(self.proj), embedding_btd)), embedding_btd)
 
-    def projected(self, streams: tuple[Tensor, ...], like_btd: Tensor) -> list[Tensor]:
+    def project(self, streams: tuple[Tensor, ...], like_btd: Tensor) -> list[Tensor]:
         """Return a projection of each stream, scaled to the root mean square of another tensor.
 
         The floor of 1e-5 is that of Gemma3nTextModel.
@@ -86,7 +86,7 @@ class AltUp(Connection):
         if self.spec.kind == "mlp":
             return (state.h,), state
         if self.spec.kind == "final":
-            return (torch.stack([state.h, *self.projected(state.streams[1:], state.h)]).mean(0),), state
+            return (torch.stack([state.h, *self.project(state.streams[1:], state.h)]).mean(0),), state
         predicted = tuple(weighted_sum(map_jbt, state.streams) for map_jbt in self.maps(state))
         return predicted[:1], State(predicted, predicted[0], self.scaled_router())
 
@@ -95,11 +95,11 @@ class AltUp(Connection):
 
     def maps(self, state: State) -> Tensor:
         """Return 1 + A as x_ijbt."""
-        n, r_btn = len(state.streams), self.routed(state.h, self.scaled_router())
+        n, r_btn = len(state.streams), self.route(state.h, self.scaled_router())
         a_btij = F.linear(r_btn, self.predict).unflatten(-1, (n, n))
         return (a_btij + torch.eye(n, dtype=a_btij.dtype, device=a_btij.device)).permute(2, 3, 0, 1)
 
-    def routed(self, x_btd: Tensor, router_nd: Tensor) -> Tensor:
+    def route(self, x_btd: Tensor, router_nd: Tensor) -> Tensor:
         """Return r(x) as r_btn."""
         x_btd = rms_norm(x_btd, None, self.eps).to(router_nd.dtype)
         return upcast(F.linear(x_btd, router_nd)).tanh().to(router_nd.dtype)
@@ -109,7 +109,7 @@ class AltUp(Connection):
         if self.spec.kind == "attention":
             return carry._replace(h=h)
         assert carry.router_nd is not None
-        gates_btn, change = 1 + F.linear(self.routed(h, carry.router_nd), self.correct), h - carry.streams[0]
+        gates_btn, change = 1 + F.linear(self.route(h, carry.router_nd), self.correct), h - carry.streams[0]
         pairs = zip(carry.streams, gates_btn.unbind(-1), strict=True)
         corrected = tuple((x + gate[..., None] * change).to(x.dtype) for x, gate in pairs)
         return State(corrected, corrected[0])

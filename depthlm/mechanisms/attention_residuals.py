@@ -41,7 +41,7 @@ from depthlm.model.read_ahead import Partial, ReadAhead
 from depthlm.model.settings import at_least, boolean, check, format_setting, includes, layers_problems, number, one_of
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.attention_residuals.naive import depth_attend
-from depthlm.ops.depth_reduce import interpolated, source_scores, weighted_sum
+from depthlm.ops.depth_reduce import interpolate, source_scores, weighted_sum
 from depthlm.ops.dtypes import upcast
 from depthlm.ops.functions import rms_norm
 
@@ -205,7 +205,7 @@ class AttentionResiduals(Connection):
         if state.stream is not None and self.adds:
             inputs = tuple([state.stream + h for h in inputs])
         elif state.stream is not None:
-            inputs = tuple(interpolated(state.stream, h, g) for h, g in zip(inputs, self.gate, strict=True))
+            inputs = tuple(interpolate(state.stream, h, g) for h, g in zip(inputs, self.gate, strict=True))
         return inputs, ahead
 
     def attend(self, state: State, weights: Any) -> tuple[Inputs, tuple[Partial, ...]]:

@@ -33,7 +33,7 @@ from depthlm.model.figures import Figure
 from depthlm.model.read_ahead import Partial, ReadAhead
 from depthlm.model.settings import at_least, check, one_of
 from depthlm.model.shape import Backbone, Size, SublayerSpec
-from depthlm.ops.depth_reduce import interpolated, source_scores, weighted_sum
+from depthlm.ops.depth_reduce import interpolate, source_scores, weighted_sum
 
 
 class State(NamedTuple):
@@ -114,7 +114,7 @@ class AttentionResidualsRecency(Connection):
         else:
             assert self.read_ahead is not None
             (h,), ahead = self.read_ahead.read(state.sources, state.ahead)
-        return (interpolated(state.running_sum, h, self.gate[0]) if self.has_gate else h,), ahead
+        return (interpolate(state.running_sum, h, self.gate[0]) if self.has_gate else h,), ahead
 
     def weights(self, state: State) -> Tensor:
         """Return alpha_nbt of the sources."""

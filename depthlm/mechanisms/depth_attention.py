@@ -16,7 +16,7 @@ from depthlm.model.figures import Figure
 from depthlm.model.settings import at_least, check, one_of
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.depth_attention.naive import depth_value_mix, depth_weights
-from depthlm.ops.depth_reduce import interpolated, weighted_sum
+from depthlm.ops.depth_reduce import interpolate, weighted_sum
 
 
 class DepthAttention(SelfAttention):
@@ -121,7 +121,7 @@ class DepthAttention(SelfAttention):
 
     def gated(self, own_bkte: Tensor, mixed_bkte: Tensor) -> Tensor:
         """Return (1 - g) x + g mix with start=identity, else the mix."""
-        return mixed_bkte if self.gate is None else interpolated(own_bkte, mixed_bkte, self.gate[:, None, None])
+        return mixed_bkte if self.gate is None else interpolate(own_bkte, mixed_bkte, self.gate[:, None, None])
 
     def mix_edited(
         self,

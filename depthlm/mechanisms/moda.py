@@ -25,7 +25,7 @@ from depthlm.model.figures import Figure
 from depthlm.model.layers import Linear, Rope
 from depthlm.model.settings import at_least, boolean, check, one_of
 from depthlm.model.shape import Backbone, Size, SublayerSpec
-from depthlm.ops.depth_reduce import interpolated
+from depthlm.ops.depth_reduce import interpolate
 from depthlm.ops.functions import linear_together
 from depthlm.ops.moda.bank import Bank, Depth
 from depthlm.ops.moda.merge import merged_attention
@@ -148,7 +148,7 @@ class Moda(SelfAttention):
             attended = self.narrow_values(attended).transpose(1, 2)
             if self.gate is not None:
                 without_depth = attend_to(q, k, v, context).unflatten(2, (self.num_heads, -1))
-                attended = interpolated(without_depth, attended, self.gate[:, None])
+                attended = interpolate(without_depth, attended, self.gate[:, None])
             return attended.flatten(2), kept
         return causal_attention(q, k, v, context), kept
 
@@ -207,7 +207,7 @@ class Moda(SelfAttention):
         p_bhtx = probabilities(q_bhte, k_bkte, [key for key, _ in depth], context.mask_b1ts)
         if self.gate is not None:
             p_bhtt = F.pad(probabilities(q_bhte, k_bkte, [], context.mask_b1ts), (0, len(depth)))
-            p_bhtx = interpolated(p_bhtt, p_bhtx, self.gate[:, None, None])
+            p_bhtx = interpolate(p_bhtt, p_bhtx, self.gate[:, None, None])
         share_nbt = p_bhtx[..., t:].mean(1).movedim(-1, 0)
         share = share_nbt.new_full((2, self.spec.num_layers * self.spec.loops, b, t), float("nan"))
         for number, entry_bt in enumerate(share_nbt, depth.start):

@@ -239,7 +239,7 @@ class Decoder(nn.Module):
                 return number, attention
         return depth, None
 
-    def needed(self, prefix: Prefix) -> list[Tensor]:
+    def tensors_to_send(self, prefix: Prefix) -> list[Tensor]:
         """Return the tensors of a prefix that later layers need, which a pipeline sends to them."""
         _, attention = self.next_attention(prefix.position)
         of_depth = [] if attention is None else attention.retained(prefix.depth)

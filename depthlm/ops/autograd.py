@@ -46,7 +46,7 @@ def last_input_nodes(ctx: Any, count: int) -> list[Any]:
     return [node for node, _ in ctx.next_functions[-count:]]
 
 
-def attached(x: Tensor, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
+def attach(x: Tensor, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
     """Return a tensor that is attached to x under this name, and make it at the first call.
 
     It lives as long as the Python object of x, which PyTorch keeps while the tensor lives (c10/core/impl/PyObjectSlot),
@@ -87,7 +87,7 @@ def chunks(positions: int, d: int, x: Tensor) -> Iterator[slice]:
     return parts(positions, max(1, (CHUNK if x.is_cpu else GPU_CHUNK) // d), x)
 
 
-def stacked(sources_pd: Sequence[Tensor], part: slice, dtype: torch.dtype, dim: int = 0) -> Tensor:
+def stack_sources(sources_pd: Sequence[Tensor], part: slice, dtype: torch.dtype, dim: int = 0) -> Tensor:
     """Return a chunk of all sources in one dtype."""
     return torch.stack([x_pd[part].to(dtype) for x_pd in sources_pd], dim)
 

@@ -45,7 +45,7 @@ class using:
         _choice.reset(self.tokens.pop())
 
 
-def chosen() -> str:
+def current_choice() -> str:
     """Return the current choice. A backward pass runs outside the context, so it stores that of its forward pass."""
     return _choice.get()
 
@@ -161,7 +161,7 @@ def operator(
     def decorate(naive: Callable[P, R]) -> Callable[P, R]:
         @wraps(naive)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            if chosen() == "naive":
+            if current_choice() == "naive":
                 return naive(*args, **kwargs)
             if fused(name, _tensors([*args, *kwargs.values()]), unsupported(*args, **kwargs)):
                 return triton()(*args, **kwargs)

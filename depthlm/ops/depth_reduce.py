@@ -36,7 +36,7 @@ def source_scores(query: Tensor, sources: Sequence[Tensor], eps: float | None) -
     return call(SourceScores, query, eps, *sources)
 
 
-def interpolated(x: Tensor, y: Tensor, g: Tensor) -> Tensor:
+def interpolate(x: Tensor, y: Tensor, g: Tensor) -> Tensor:
     """Return (1 - g) x + g y in the dtype of x; with g = 0 it is x, bit by bit, if y is finite."""
     return ((1 - g) * x + g * y).to(x.dtype)
 

@@ -26,7 +26,7 @@ class Dropout(NamedTuple):
 
     def at(self, number: int) -> "Dropout":
         """Return the same with the seeds of one of several places, from 0."""
-        return Dropout(self.rate, hashed(self.seeds_b + ((number + 1) * GOLDEN + 2**31) % 2**32 - 2**31))
+        return Dropout(self.rate, hash_bits(self.seeds_b + ((number + 1) * GOLDEN + 2**31) % 2**32 - 2**31))
 
 
 def apply_dropout(x: Tensor, dropout: Dropout | None, place: int) -> Tensor:
@@ -43,16 +43,16 @@ def draw_mask(shape: torch.Size, dropout: Dropout) -> Tensor:
     """Return a mask of a shape [b, ...], true with probability 1 - rate."""
     index = torch.arange(shape[1:].numel(), dtype=torch.int32, device=dropout.seeds_b.device).view(1, *shape[1:])
     seeds = dropout.seeds_b.view(-1, *[1] * (len(shape) - 1))
-    return hashed(hashed(index) ^ seeds) >= round(dropout.rate * 2**32) - 2**31
+    return hash_bits(hash_bits(index) ^ seeds) >= round(dropout.rate * 2**32) - 2**31
 
 
-def hashed(x: Tensor) -> Tensor:
+def hash_bits(x: Tensor) -> Tensor:
     """Return a permutation of all 32-bit integers that looks random; overflow wraps around."""
-    x = (x ^ _shifted(x, 16)) * MULTIPLIERS[0]
-    x = (x ^ _shifted(x, 15)) * MULTIPLIERS[1]
-    return x ^ _shifted(x, 16)
+    x = (x ^ _shift(x, 16)) * MULTIPLIERS[0]
+    x = (x ^ _shift(x, 15)) * MULTIPLIERS[1]
+    return x ^ _shift(x, 16)
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
+def _shift(x: Tensor, bits: int) -> Tensor:
     # >> copies the sign bit
     return (x >> bits) & (2 ** (32 - bits) - 1)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from depthlm.ops.autograd import NO_PASS, attached, call, current_pass, last_input_nodes, present
+from depthlm.ops.autograd import NO_PASS, attach, call, current_pass, last_input_nodes, present
 from depthlm.ops.backend import expect
 from depthlm.ops.dtypes import common_dtype
 
@@ -169,7 +169,7 @@ def tokens_of(sources: Sequence[Tensor]) -> list[Tensor]:
     if repeated or not torch.is_grad_enabled() or any(x.grad_fn is None for x in sources):
         return []
     # all reads of x must find the same token
-    return [attached(x, "source_token", Source.apply) for x in sources]
+    return [attach(x, "source_token", Source.apply) for x in sources]
 
 
 def reserve_sums(ctx: Any, num_tokens: int, sources: Sequence[Tensor]) -> tuple[list[Tensor], list[bool]]:

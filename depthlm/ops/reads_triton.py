@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from depthlm.ops.autograd import attached
+from depthlm.ops.autograd import attach
 from depthlm.ops.backend import interpreted
 from depthlm.ops.tiles import tiles_of
 from depthlm.ops.triton_common import cdiv, constants, load_fp32, on_device, store_as, tl, triton, triton_type
@@ -66,14 +66,14 @@ def inputs_of(
     sources: Sequence[Tensor], reads: int, grads: Sequence[Tensor] = (), added: Sequence[bool] = ()
 ) -> Inputs:
     """Return the inputs of a group of reads, for a backward pass with the gradients as in `table_of`."""
-    xs, d = [aligned(x) for x in sources], sources[0].shape[-1]
+    xs, d = [align(x) for x in sources], sources[0].shape[-1]
     positions = sources[0].numel() // d
     tiles = cdiv(positions, ROWS.value), cdiv(d, WIDTH.value)
     settings = constants(Settings, d, narrow_dtype(xs), kind_of(xs))
     return Inputs(xs, table_of(xs, grads, added), (len(xs), positions, reads), settings, tiles)
 
 
-def aligned(x: Tensor) -> Tensor:
+def align(x: Tensor) -> Tensor:
     """Return x, contiguous and at an address that is a multiple of 16 bytes, as the kernels load it."""
     x = x.contiguous()
     offset = x.storage_offset()
@@ -105,7 +105,7 @@ def addresses(
     wide = sum((x.dtype == torch.float32) << j for j, x in enumerate(sources))
     if not grads:
         # all forward passes that read a source share its view
-        pointers = _pointers([attached(x, "as_bytes", _detached_bytes) for x in sources])
+        pointers = _pointers([attach(x, "as_bytes", _detached_bytes) for x in sources])
         return pointers, pointers, wide, 0
     x_ptrs, grad_ptrs = (_pointers([x.view(torch.uint8) for x in tensors]) for tensors in (sources, grads))
     return x_ptrs, grad_ptrs, wide, sum(flag << j for j, flag in enumerate(added))

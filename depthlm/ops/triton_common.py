@@ -38,7 +38,7 @@ def empty_heads(x_bhte: torch.Tensor, dtype: torch.dtype | None = None) -> torch
     return x_bhte.new_empty(b, t, h, e, dtype=dtype).transpose(1, 2)
 
 
-def padded(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def pad(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Repeat the last tensor up to a power of two, so that fewer lengths need a compilation of the kernel."""
     return (*tensors, *tensors[-1:] * (next_power_of_2(len(tensors)) - len(tensors)))
 

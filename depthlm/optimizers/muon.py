@@ -62,7 +62,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             update = parameter.grad.lerp(momentum, group["momentum"]).to(DTYPE)
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             if parameter in self.split:
-                parts = self.split[parameter].orthogonalized(update, group["ns_steps"])
+                parts = self.split[parameter].orthogonalize(update, group["ns_steps"])
             else:
                 stack = update.view(-1, *update.shape[-2:])
                 parts = [Orthogonalized(0, orthogonalize(stack, group["ns_steps"]).view_as(update), update.shape)]

@@ -16,9 +16,9 @@ from depthlm.runs.records import WAITING, RunRecord
 from depthlm.sweeps.best import (
     Value,
     group_of,
-    ordered,
     report_parts,
     selection_column,
+    sort_values,
     undecided_text,
     value_of,
 )
@@ -57,7 +57,7 @@ class Group:
 
     def beside(self) -> tuple[Value, Value]:
         """Return the values below and above the chosen one; None at the edges."""
-        texts = ordered(self.grid)
+        texts = sort_values(self.grid)
         at = texts.index(self.chosen)
         return texts[at - 1] if at > 0 else None, texts[at + 1] if at + 1 < len(texts) else None
 

@@ -254,7 +254,7 @@ def transitions(model: Decoder, stages: int, chunks_per_stage: int) -> Sent:
     kept: list[set[int]] = [set() for _ in range(stages)]
     for chunk in range(chunks):
         prefix, _ = model.run(token_bt, prefix, until=chunk * depth // chunks)
-        needed.append(model.needed(prefix))
+        needed.append(model.tensors_to_send(prefix))
         sizes = {id(x): BYTES_PER_VALUE * x.numel() for x in needed[-1]}
         held = kept[chunk % stages]
         # the first chunk computes what it needs

@@ -102,7 +102,7 @@ def selection_column(experiment: Experiment, runs: Iterable[RunRecord]) -> Colum
     return first if any(run.number(first.metric, first.at) is not None for run in runs) else VALIDATION_LOSS
 
 
-def ordered(values: Iterable[Value]) -> list[Value]:
+def sort_values(values: Iterable[Value]) -> list[Value]:
     """Return the distinct values, ascending if all are numbers, else in their order."""
     distinct = list(dict.fromkeys(values))
     numbers = {text: as_number(text or "") for text in distinct}
@@ -177,11 +177,11 @@ def _of_group(
                 keep_earlier(_make_selecting(point, str(seed))) for seed in dict.fromkeys(experiment.selection_seeds)
             ]
         means = _means(choosing, experiment, read)
-        best = min(ordered(means), key=means.__getitem__, default=None)
+        best = min(sort_values(means), key=means.__getitem__, default=None)
         wider = _wider(grid, means, best) if means and len(grid) - initial < experiment.widen else {}
         grid |= wider
     # in ascending order, however the grid grew
-    selection = [point for value in ordered(grid) for point in choosing[value]]
+    selection = [point for value in sort_values(grid) for point in choosing[value]]
     if not means or not math.isfinite(means[best]):
         return selection, []
     reported = {point.seed: point for point in members if value_of(point) == best}
@@ -223,7 +223,7 @@ def _wider(grid: Mapping[Value, Point], means: Mapping[Value, float], best: Valu
     It continues the ratio of the two outermost values, with three significant digits. If these have equal means, the
     setting has no effect, and the grid gains nothing.
     """
-    texts, name = ordered(grid), grid[best].best_over
+    texts, name = sort_values(grid), grid[best].best_over
     edge = texts[:2] if best == texts[0] else texts[:-3:-1] if best == texts[-1] else []
     numbers = [number for text in edge if (number := as_number(text or "")) and 0 < number < math.inf]
     if len(numbers) < 2 or (math.isfinite(means[best]) and means.get(edge[1]) == means[best]):

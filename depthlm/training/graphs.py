@@ -255,7 +255,7 @@ class MicroBatchGraphs:
         model = self.engine.model
         model.max_documents = self.max_documents
         try:
-            with self.engine.unreduced():
+            with self.engine.skip_reduction():
                 passes, loss = run_forward(self.engine, inputs[0], (*inputs, None)[1], self.z_loss)
                 self.engine.backward(loss * self.factor)
         finally:

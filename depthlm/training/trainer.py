@@ -240,7 +240,7 @@ class Trainer:
         steps, seconds, self.logged_at = number - self.logged_at, self.stopwatch.take_lap(), number
         tokens_per_second = steps / seconds * self.plan.tokens_per_step
         # the share of the samples and the epochs of each source of a mixture
-        seen = self.batches.seen(number) if len(self.corpus.train) > 1 else {}
+        seen = self.batches.count_seen(number) if len(self.corpus.train) > 1 else {}
         row = {
             "step": number,
             "tokens": self.progress.tokens,

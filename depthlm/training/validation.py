@@ -35,7 +35,7 @@ def validate(
 ) -> ValidationLosses:
     """Measure the loss of each validation set; collective. Raises ValidationStopped once any rank holds a signal."""
     losses = {}
-    with engine.evaluated(), autocast(config, engine.device):
+    with engine.evaluation_mode(), autocast(config, engine.device):
         for name, tokens in corpus.validation.items():
             rows = batches(config, plan, tokens, document_rows(config, corpus.tokenizer))
             marked = mark_each(rows, activity, request, engine.device)
@@ -52,7 +52,7 @@ def mechanism_diagnostics(config: Config, plan: Plan, corpus: Corpus, engine: En
     if plan.stages > 1:
         return {}
     inputs, _ = next(batches(config, plan, next(iter(corpus.validation.values()))))
-    with engine.evaluated(), autocast(config, engine.device):
+    with engine.evaluation_mode(), autocast(config, engine.device):
         local = diagnose(engine.model, inputs.to(engine.device))
     largest = torch.tensor(list(local.values()), device=engine.device)
     torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
@@ -74,7 +74,7 @@ def log_sample(config: Config, engine: Engine, corpus: Corpus) -> None:
     generator = torch.Generator(engine.device).manual_seed(config.seed)
     settings = {"temperature": 0.7, "top_k": 50, "generator": generator, "vocab_size": corpus.tokenizer.vocab_size}
     # compiling for every length of a sample would take longer than the sample
-    with engine.evaluated(), autocast(config, engine.device), torch.compiler.set_stance("force_eager"):
+    with engine.evaluation_mode(), autocast(config, engine.device), torch.compiler.set_stance("force_eager"):
         sampled = generate(engine.model, tokens.to(engine.device), 64, **settings)
     text = corpus.tokenizer.decode(sampled[0, 1:].tolist())
     # a sample may contain what looks like a log line

@@ -82,5 +82,5 @@ class FakeEngine:
             return self.guard.read_nll
         return 0.0
 
-    def unreduced(self) -> AbstractContextManager[None]:
+    def skip_reduction(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -25,15 +25,15 @@ def test_the_fastest_candidate_replaces_the_present_constants_if_it_is_clearly_f
         line("mhc", "", PRESENT["mhc"], seconds=1.0),
         line("mhc", "POSITIONS 16 -> 32", {"POSITIONS": 32}, seconds=0.98),
     ]
-    assert tune.improved(PRESENT, lines) == {"dca": {"WARPS": 8, "PROGRAMS": 1}, "mhc": {"POSITIONS": 16}}
-    assert tune.improved(PRESENT, [line | {"error": "no time was left"} for line in lines[3:4]]) == PRESENT
+    assert tune.improve(PRESENT, lines) == {"dca": {"WARPS": 8, "PROGRAMS": 1}, "mhc": {"POSITIONS": 16}}
+    assert tune.improve(PRESENT, [line | {"error": "no time was left"} for line in lines[3:4]]) == PRESENT
 
 
 def test_tiles_are_written_into_the_source():
     source = Path(tiles.__file__).read_text()
-    assert tune.replaced(source, tiles.TILES) == source
+    assert tune.replace_table(source, tiles.TILES) == source
     namespace: dict = {}
-    exec(tune.replaced(source, tiles.TILES | {"sm_100": PRESENT}), namespace)
+    exec(tune.replace_table(source, tiles.TILES | {"sm_100": PRESENT}), namespace)
     assert namespace["TILES"] == tiles.TILES | {"sm_100": PRESENT}
 
 

@@ -50,7 +50,7 @@ def test_a_sample_is_a_pure_function_of_its_number(weights, first, count):
         alone = plan.locate(numbers[offset : offset + 1])
         assert (alone[0][0], alone[1][0]) == (source[offset], place[offset])
     # the samples of one source are numbered without a gap, after those before `first`
-    before = plan.seen(first)
+    before = plan.count_seen(first)
     for index in range(len(weights)):
         mine = place[source == index]
         assert mine.tolist() == list(range(before[index], before[index] + len(mine)))
@@ -86,7 +86,7 @@ def test_each_source_has_every_token_as_a_target_once_in_each_of_its_epochs(sour
     for index, (name, tokens) in enumerate(sources.items()):
         mine = targets[targets[:, 0] // 10_000 == index] - 10_000 * index
         per_epoch = (len(tokens) - 1) // 10
-        assert len(mine) / per_epoch == pytest.approx(batches.seen(80)[name][1])
+        assert len(mine) / per_epoch == pytest.approx(batches.count_seen(80)[name][1])
         for start in range(0, len(mine) - per_epoch + 1, per_epoch):
             assert sorted(mine[start : start + per_epoch].flatten().tolist()) == list(range(1, len(tokens)))
 

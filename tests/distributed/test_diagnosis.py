@@ -66,6 +66,6 @@ def test_no_rank_is_stalled_while_one_makes_progress_or_has_no_limit_and_one_tha
 
 @given(st.builds(Heartbeat, count=st.integers(0), idle=st.floats(0, 1e9), phase=st.text(), line=st.text()), st.text())
 def test_packing_and_unpacking_returns_the_same(heartbeat, text):
-    assert Heartbeat.unpacked(heartbeat.packed().encode()) == heartbeat
+    assert Heartbeat.unpack(heartbeat.pack().encode()) == heartbeat
     report = FailureReport([1, 3], text, 2, raised=True)
-    assert FailureReport.unpacked(report.packed().encode()) == report
+    assert FailureReport.unpack(report.pack().encode()) == report

@@ -26,7 +26,7 @@ class Fleet:
         self.server = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=5), wait_for_workers=False)
         self.server.set("end", "")
         for rank in range(3):
-            self.server.set(f"sign/{rank}", Heartbeat().packed())
+            self.server.set(f"sign/{rank}", Heartbeat().pack())
         self.ended: dict[int, FailureReport] = {}
         self.watchers: dict[int, Watcher] = {}
         self.names = {rank: f"host h{rank}, pid {rank}" for rank in range(3)}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from depthlm.ops.dropout import Dropout, apply_dropout, draw_mask, hashed
+from depthlm.ops.dropout import Dropout, apply_dropout, draw_mask, hash_bits
 
 
 def lowbias32(x: int) -> int:
@@ -18,7 +18,7 @@ def lowbias32(x: int) -> int:
 def test_the_hash_is_lowbias32():
     numbers = [0, 1, 2, 12345, 2**31 - 1, 2**31, 2**32 - 1]
     signed = torch.tensor([n - 2**32 if n >= 2**31 else n for n in numbers], dtype=torch.int32)
-    assert [n % 2**32 for n in hashed(signed).tolist()] == [lowbias32(n) for n in numbers]
+    assert [n % 2**32 for n in hash_bits(signed).tolist()] == [lowbias32(n) for n in numbers]
 
 
 def make(rate: float, rows: int = 64) -> Dropout:

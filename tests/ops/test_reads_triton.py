@@ -112,7 +112,7 @@ def test_sources_at_any_address_and_in_any_layout():
     arguments["sources"] = [*shifted, last.transpose(0, 1).contiguous().transpose(0, 1)]
     assert_same("weighted", arguments)
     assert shifted[0].storage_offset() == 1
-    assert reads_triton.aligned(shifted[0]).storage_offset() == 0
+    assert reads_triton.align(shifted[0]).storage_offset() == 0
 
 
 @in_parallel

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthlm.ops.autograd import call, chunks, present, stacked
+from depthlm.ops.autograd import call, chunks, present, stack_sources
 from depthlm.ops.dtypes import common_dtype, exact_dtype, no_autocast
 
 Start = tuple[Tensor, Tensor]
@@ -49,7 +49,7 @@ class DepthAttend(torch.autograd.Function):
         start = _flat(start_spd, start_sp, dtype)
         with no_autocast(query_sd):
             for part in chunks(positions, d, query_sd):
-                x_cnd = stacked(sources_pd, part, dtype, dim=1)
+                x_cnd = stack_sources(sources_pd, part, dtype, dim=1)
                 scores_cns = scores_pns[part]
                 torch.matmul(x_cnd, query_sd.to(dtype).mT, out=scores_cns)
                 if scale_pn is not None:
@@ -84,7 +84,7 @@ class DepthAttend(torch.autograd.Function):
             grad_start_spd, grad_start_ps = torch.empty_like(start[0]), torch.empty_like(start[1])
         with no_autocast(query_sd):
             for part in chunks(len(lse_ps), d, query_sd):
-                x_cnd = stacked(sources_pd, part, dtype, dim=1)
+                x_cnd = stack_sources(sources_pd, part, dtype, dim=1)
                 grad_csd = grad_spd[:, part].transpose(0, 1).to(dtype, memory_format=torch.contiguous_format)
                 lse_cs, scores_cns = lse_ps[part], scores_pns[part]
                 biased = scores_cns if bias_n is None else scores_cns + bias_n[:, None]

@@ -18,7 +18,7 @@ from depthlm.ops.reads import BACKWARD, FORWARD, BackwardInputs, Kernels
 from depthlm.ops.reads_triton import (
     COUNTS,
     addresses,
-    aligned,
+    align,
     kind_of,
     load_typed,
     narrow_dtype,
@@ -78,10 +78,10 @@ def allocate(parameters: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
 
 @register(__name__, "depth_attend_few", schema=FORWARD)
 def forward(parameters, sources, start, eps, outputs):
-    query, *bias = (aligned(x) for x in parameters)
-    xs, (out, lse, raw, scale) = [aligned(x) for x in sources], outputs
+    query, *bias = (align(x) for x in parameters)
+    xs, (out, lse, raw, scale) = [align(x) for x in sources], outputs
     # without a bias or a start, these pointers are not used
-    starts = [aligned(x) for x in start] or (out, lse)
+    starts = [align(x) for x in start] or (out, lse)
     tensor_ptrs = query, *(bias or [query]), *starts, out, lse, raw, scale
     x_ptrs, _, wide, _ = addresses(xs)
     positions, (settings, warps) = len(scale), _settings(xs, len(query), eps)
@@ -93,11 +93,11 @@ def forward(parameters, sources, start, eps, outputs):
 
 @register(__name__, "depth_attend_few_backward", schema=BACKWARD)
 def launch_backward(grads, outputs, parameters, sources, start, eps, source_grads, added, sums):
-    (query, *bias), (grad, *grad_lse) = ([aligned(x) for x in y] for y in (parameters, grads))
+    (query, *bias), (grad, *grad_lse) = ([align(x) for x in y] for y in (parameters, grads))
     *outs, lse, raw, scale = outputs
     grad_raw, partial_query, *start_grads = sums
-    xs = [aligned(x) for x in sources]
-    start_lse = aligned(start[1]) if start else lse
+    xs = [align(x) for x in sources]
+    start_lse = align(start[1]) if start else lse
     read_ptrs = query, *(bias or [query]), grad, *(grad_lse or [lse]), *(outs or [grad]), lse, raw, scale, start_lse
     to_ptrs = grad_raw, partial_query, *(start_grads or (grad, lse))
     sizes, numbers = (len(xs), len(scale), len(query)), (int(bool(start)), len(bias), len(grad_lse))

@@ -24,7 +24,7 @@ from depthlm.ops.reads_triton import (
     DOT_READS,
     MIXED,
     Inputs,
-    aligned,
+    align,
     inputs_of,
     load_parts,
     parts_of,
@@ -103,11 +103,11 @@ def _settings(inputs: Inputs, eps: float | None, grad: Tensor | None = None) -> 
 
 @register(__name__, "depth_attend", schema=FORWARD)
 def forward(parameters, sources, start, eps, outputs):
-    query, *bias = (aligned(x) for x in parameters)
+    query, *bias = (align(x) for x in parameters)
     out, lse, raw, scale = outputs
     inputs = inputs_of(sources, len(query))
     # without a bias or a start, these pointers are not used
-    read_ptrs = inputs.table, query, *(bias or [query]), *([aligned(x) for x in start] or (out, lse))
+    read_ptrs = inputs.table, query, *(bias or [query]), *([align(x) for x in start] or (out, lse))
     settings, numbers = _settings(inputs, eps), (*inputs.sizes, int(bool(start)), len(bias))
     grid = (inputs.sizes[1],)
     with on_device(query):
@@ -117,7 +117,7 @@ def forward(parameters, sources, start, eps, outputs):
 @register(__name__, "depth_attend_backward", schema=BACKWARD)
 def launch_backward(grads, outputs, parameters, sources, start, eps, source_grads, added, sums):
     lse, raw, scale = outputs
-    (query, *bias), (grad, *grad_lse), starts = ([aligned(x) for x in y] for y in (parameters, grads, start))
+    (query, *bias), (grad, *grad_lse), starts = ([align(x) for x in y] for y in (parameters, grads, start))
     partial_query, partial_bias, *start_grads = sums
     inputs = inputs_of(sources, len(query), source_grads, added)
     programs, rows = split_work(inputs.sizes[1], PROGRAMS)

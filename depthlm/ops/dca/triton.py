@@ -22,7 +22,7 @@ from depthlm.ops.reads_triton import (
     DOT_READS,
     ROWS,
     WIDTH,
-    aligned,
+    align,
     inputs_of,
     load_reads,
     load_source,
@@ -63,14 +63,14 @@ def allocate(parameters: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
 
 @register(__name__, "gated_reads", schema=FORWARD)
 def forward(parameters, sources, start, eps, outputs):
-    b, w = (aligned(x) for x in parameters)
+    b, w = (align(x) for x in parameters)
     out, score = outputs
     inputs = inputs_of(sources, len(b))
     n, positions, reads = inputs.sizes
     grid = cdiv(positions, DOT_ROWS.value), n
     inputs.launch(dca_scores, grid, WARPS, [inputs.table, w, score])
     # without a start, its pointer is not used
-    begin = aligned(start[0]) if start else out
+    begin = align(start[0]) if start else out
     inputs.launch(
         dca_forward, inputs.tiles, WARPS, [(inputs.table, b, score), begin, out], len(start), COUNT=_count(reads)
     )
@@ -78,7 +78,7 @@ def forward(parameters, sources, start, eps, outputs):
 
 @register(__name__, "gated_reads_backward", schema=BACKWARD)
 def launch_backward(grads, outputs, parameters, sources, start, eps, source_grads, added, sums):
-    b, w, grad = (aligned(x) for x in (*parameters, *grads))
+    b, w, grad = (align(x) for x in (*parameters, *grads))
     (score,), (partial,) = outputs, sums
     inputs, grad_score = inputs_of(sources, len(b), source_grads, added), torch.empty_like(score)
     n, positions, reads = inputs.sizes

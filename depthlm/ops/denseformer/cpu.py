@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthlm.ops.autograd import call, chunks, present, stacked
+from depthlm.ops.autograd import call, chunks, present, stack_sources
 from depthlm.ops.dtypes import common_dtype, exact_dtype, no_autocast
 
 
@@ -33,7 +33,7 @@ class WeightedReads(torch.autograd.Function):
         start = None if start_spd is None else start_spd.reshape(out_spd.shape)
         with no_autocast(weights_sn):
             for part in chunks(out_spd.shape[1], d, out_spd):
-                out_scd = (weights @ stacked(sources_pd, part, dtype).flatten(1)).view(reads, -1, d)
+                out_scd = (weights @ stack_sources(sources_pd, part, dtype).flatten(1)).view(reads, -1, d)
                 if start is None:
                     out_spd[:, part] = out_scd
                 else:
@@ -50,7 +50,7 @@ class WeightedReads(torch.autograd.Function):
         with no_autocast(weights_sn):
             for part in chunks(grads.shape[1], d, grads):
                 grad = grads[:, part].to(dtype).flatten(1)
-                grad_weights.addmm_(grad, stacked(sources_pd, part, dtype).flatten(1).mT)
+                grad_weights.addmm_(grad, stack_sources(sources_pd, part, dtype).flatten(1).mT)
                 for grad_pd, row in zip(grads_pd, weights.mT @ grad, strict=True):
                     grad_pd[part] = row.view(-1, d)
         grad_start = None if ctx.start is None else grad_spd.to(ctx.start)

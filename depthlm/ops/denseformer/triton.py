@@ -16,7 +16,7 @@ from depthlm.ops.reads_triton import (
     COUNTS,
     ROWS,
     WARPS,
-    aligned,
+    align,
     inputs_of,
     load_reads,
     load_source,
@@ -41,7 +41,7 @@ def weighted(weights_sn: Tensor, sources: Sequence[Tensor], start_spd: Tensor | 
 def forward(parameters, sources, start, eps, outputs):
     (weights,), (out,) = parameters, outputs
     inputs = inputs_of(sources, len(weights))
-    begin = aligned(start[0]) if start else out
+    begin = align(start[0]) if start else out
     tensors = inputs.table, weights.contiguous(), begin, out
     inputs.launch(denseformer_forward, inputs.tiles, WARPS, tensors, len(start), COUNT=len(weights))
 
@@ -50,7 +50,7 @@ def forward(parameters, sources, start, eps, outputs):
 def launch_backward(grads, outputs, parameters, sources, start, eps, source_grads, added, sums):
     (weights,), (partial,) = parameters, sums
     inputs = inputs_of(sources, len(weights), source_grads, added)
-    tensors = aligned(grads[0]), inputs.table, weights.contiguous(), partial
+    tensors = align(grads[0]), inputs.table, weights.contiguous(), partial
     even = sources[0].numel() % TILE_VALUES.value == 0
     grid = (_programs(sources[0]),)
     inputs.launch(denseformer_backward, grid, 1, tensors, COUNT=len(weights), EVEN=even)

@@ -27,7 +27,7 @@ from depthlm.ops.triton_common import (
     load_fp32,
     next_power_of_2,
     on_device,
-    padded,
+    pad,
     rows_of_heads,
     store_as,
     tl,
@@ -86,7 +86,7 @@ def forward(q_bhte: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[T
     key, value = ([rows_of_heads(x) for x in xs] for xs in (keys, values))
     mix = torch.empty_like(value[0], dtype=common_dtype(values))
     lse = torch.empty(mix.shape[:3], dtype=torch.float32, device=mix.device)
-    _launch(depth_attention_forward, q_bhte, [Entries(padded(key), padded(value)), mix, lse], key)
+    _launch(depth_attention_forward, q_bhte, [Entries(pad(key), pad(value)), mix, lse], key)
     return mix.transpose(1, 2), lse
 
 
@@ -99,7 +99,7 @@ def backward(
     key, value = ([rows_of_heads(x) for x in xs] for xs in (keys, values))
     grad_q = torch.empty_like(rows_of_heads(q_bhte))
     grads = [[torch.empty_like(x) for x in xs] for xs in (key, value)]
-    tensors = [Entries(padded(key), padded(value)), mix, lse, grad, grad_q, Entries(*map(padded, grads))]
+    tensors = [Entries(pad(key), pad(value)), mix, lse, grad, grad_q, Entries(*map(pad, grads))]
     _launch(depth_attention_backward, q_bhte, tensors, key)
     grad_keys, grad_values = ([x.transpose(1, 2) for x in xs] for xs in grads)
     return grad_q.transpose(1, 2), grad_keys, grad_values

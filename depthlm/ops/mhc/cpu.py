@@ -186,9 +186,9 @@ class WriteStreams(torch.autograd.Function):
     def forward(
         ctx: Any, res_btij: Tensor | None, streams_btnd: Tensor, post_btn: Tensor, output_btd: Tensor, rebuild: bool
     ) -> Tensor:
-        mark_write(ctx, streams_btnd, rebuild, lambda node: _mixed(*saved_streams(node)))
+        mark_write(ctx, streams_btnd, rebuild, lambda node: _mix(*saved_streams(node)))
         save_streams(ctx, streams_btnd, post_btn, output_btd, *([] if res_btij is None else [res_btij]))
-        return _mixed(streams_btnd, post_btn, output_btd, res_btij)
+        return _mix(streams_btnd, post_btn, output_btd, res_btij)
 
     @staticmethod
     def backward(ctx: Any, grad_btnd: Tensor) -> tuple[Tensor | None, ...]:
@@ -201,7 +201,7 @@ class WriteStreams(torch.autograd.Function):
         return grad_res, grad_streams, grad_post, grad_output, None
 
 
-def _mixed(streams_btnd: Tensor, post_btn: Tensor, output_btd: Tensor, res_btij: Tensor | None = None) -> Tensor:
+def _mix(streams_btnd: Tensor, post_btn: Tensor, output_btd: Tensor, res_btij: Tensor | None = None) -> Tensor:
     addend = post_btn[..., None], output_btd[..., None, :]
     if res_btij is None:
         return torch.addcmul(upcast(streams_btnd), *addend).to(streams_btnd.dtype)

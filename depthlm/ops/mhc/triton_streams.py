@@ -167,7 +167,7 @@ def write_streams(sources: Tensors) -> Tensor:
     return new_btnd
 
 
-def aligned(w: Tensor) -> Tensor:
+def align(w: Tensor) -> Tensor:
     """Return w, copied if it does not start at a multiple of 4 bytes, as `load_shared` requires.
 
     A weight in 16 bits may start anywhere in the flat tensor of an optimizer.

@@ -142,7 +142,7 @@ class Depth(Sequence[Pair]):
         pairs = (*self.pairs, (key, value))
         return Depth(self.bank, pairs if slots is None else pairs[-slots:], self.end + 1, token)
 
-    def repeated(self, times: int) -> "Depth":
+    def repeat(self, times: int) -> "Depth":
         """Return copies of these entries for a batch that is repeated, in a bank of their own, without gradients."""
         bank = Bank(self.bank.capacity)
         copies = [(k_bkte.repeat(times, 1, 1, 1), v_bkte.repeat(times, 1, 1, 1)) for k_bkte, v_bkte in self.pairs]

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from depthlm.ops.autograd import call, parts
-from depthlm.ops.backend import chosen, operator, using
+from depthlm.ops.backend import current_choice, operator, using
 from depthlm.ops.depth_attention.naive import MAX_HEAD_SIZE
 from depthlm.ops.dtypes import exact_dtype, no_autocast
 from depthlm.ops.flash import Bounds, by_cudnn, gpu_flash
@@ -53,7 +53,7 @@ def merged_attention(
     """
     if bounds is not None:
         return attend_with_flash(q_bhte, k_bkse, v_bkse, depth, bounds=bounds)
-    is_fast = has_flash(q_bhte, k_bkse, mask_b1ts) and chosen() != "naive"
+    is_fast = has_flash(q_bhte, k_bkse, mask_b1ts) and current_choice() != "naive"
     attend = attend_with_flash if is_fast else attend_with_scores
     return attend(q_bhte, k_bkse, v_bkse, depth, mask_b1ts)
 
@@ -97,7 +97,7 @@ class DepthMerge(torch.autograd.Function):
         ctx.save_for_backward(q_bhte, k_bkse, v_bkse, mask_b1ts, context_bhte, merged_bht, bank.entries_n2btke)
         # not the bank itself: unlike saved tensors, attributes of ctx stay after the backward pass
         ctx.sums, ctx.range = bank.sums, (start, start + len(entries_n2btke))
-        ctx.kernels, ctx.bounds = chosen(), bounds
+        ctx.kernels, ctx.bounds = current_choice(), bounds
         return context_bhte
 
     @staticmethod
@@ -117,7 +117,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bounds: Bounds 
         return forward_by_document(q, k, v, bounds)
     causal, aten = mask is None and q.shape[2] == k.shape[2], torch.ops.aten
     if q.is_cpu:
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=_added(mask, q))
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=_add_mask(mask, q))
     if by_cudnn(q, k, v, causal):
         out, lse, *rest = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
         return out, lse.view(q.shape[:3]), lse.shape, *rest
@@ -133,7 +133,7 @@ def _flash_backward(
     causal, aten = mask is None and q.shape[2] == k.shape[2], torch.ops.aten
     if q.is_cpu:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal, attn_mask=_added(mask, q)
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=_add_mask(mask, q)
         )
     # the forward pass returned lengths, random state and a debug mask, and with cuDNN first the shape of its lse
     *shapes, starts_q, starts_k, longest_q, longest_k, seed, offset, _ = rest
@@ -147,7 +147,7 @@ def _flash_backward(
     )
 
 
-def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
+def _add_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
     """Return the mask as an additive one, since the operator does not take a boolean mask."""
     return None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
 

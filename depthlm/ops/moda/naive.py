@@ -36,9 +36,9 @@ def attend_with_scores(
     s, groups = k_bkse.shape[2], q_bhte.shape[1] // k_bkse.shape[1]
     p = probabilities(q_bhte, k_bkse, [key for key, _ in depth], mask_b1ts)
     p = p if edit is None else edit(p)
-    context = p[..., :s] @ _repeated(v_bkse, groups)
+    context = p[..., :s] @ _repeat(v_bkse, groups)
     for j, (_, value) in enumerate(depth):
-        context = torch.addcmul(context, p[..., s + j, None], _repeated(value, groups))
+        context = torch.addcmul(context, p[..., s + j, None], _repeat(value, groups))
     return context.to(q_bhte.dtype)
 
 
@@ -49,11 +49,11 @@ def probabilities(
     t, s, groups = q_bhte.shape[2], k_bkse.shape[2], q_bhte.shape[1] // k_bkse.shape[1]
     q = upcast(q_bhte) * q_bhte.shape[3] ** -0.5
     seen = torch.ones(t, s, dtype=torch.bool, device=q_bhte.device).tril(s - t) if mask_b1ts is None else mask_b1ts
-    scores = (q @ _repeated(k_bkse, groups).mT).masked_fill(~seen, -torch.inf)
-    depth_scores = [(q * _repeated(key, groups)).sum(-1, keepdim=True) for key in depth_keys]
+    scores = (q @ _repeat(k_bkse, groups).mT).masked_fill(~seen, -torch.inf)
+    depth_scores = [(q * _repeat(key, groups)).sum(-1, keepdim=True) for key in depth_keys]
     return torch.cat([scores, *depth_scores], dim=-1).softmax(-1)
 
 
-def _repeated(x_bkse: Tensor, groups: int) -> Tensor:
+def _repeat(x_bkse: Tensor, groups: int) -> Tensor:
     """Return x_bhse in fp32 or better: repeat each key/value head for all of its query heads."""
     return upcast(x_bkse).repeat_interleave(groups, 1)

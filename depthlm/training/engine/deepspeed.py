@@ -97,10 +97,10 @@ class Engine:
         self.deepspeed.backward(loss)
         self.reduce()
 
-    def unreduced(self) -> AbstractContextManager[None]:
+    def skip_reduction(self) -> AbstractContextManager[None]:
         """Return a context in which `backward` leaves the gradients of this rank as they are; for ZeRO 0 only."""
         assert self.reducer is not None
-        return self.reducer.paused()
+        return self.reducer.pause()
 
     def reduce(self) -> None:
         """Average the gradients over ranks after the last micro-batch of a batch, as `backward` does outside of it."""
@@ -165,7 +165,7 @@ class Engine:
         import deepspeed
 
         weights, is_rank_0 = {}, torch.distributed.get_rank() == 0
-        with self.evaluated():
+        with self.evaluation_mode():
             for name, tensor in self.model.state_dict(keep_vars=True).items():
                 # one weight at a time, since all together may not fit in memory; does nothing to unsharded weights
                 with deepspeed.zero.GatheredParameters(tensor):
@@ -175,7 +175,7 @@ class Engine:
                         weights[name] = keep(name, full.clone() if hasattr(self.optimizer, "eval") else full)
         return weights
 
-    def evaluated(self) -> AbstractContextManager[None]:
+    def evaluation_mode(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the weights that are evaluated and exported; collective.
 
         These are other weights than those in training only for an optimizer that averages the weights.

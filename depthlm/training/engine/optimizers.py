@@ -128,7 +128,7 @@ class Exchange:
         ]
         self.incoming = [[f for m in self.matrices for f in m.fragments if f.rank == other] for other in range(size)]
 
-    def orthogonalized(self, update: Tensor, steps: int) -> Iterator[Orthogonalized]:
+    def orthogonalize(self, update: Tensor, steps: int) -> Iterator[Orthogonalized]:
         """Yield the orthogonalized elements of this rank for its flat update; collective."""
         outgoing, incoming = list(itertools.chain(*self.outgoing)), list(itertools.chain(*self.incoming))
         sizes = [sum(f.length for _, f in fragments) for fragments in self.outgoing]

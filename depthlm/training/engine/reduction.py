@@ -82,7 +82,7 @@ class Reducer:
         self.missing = [len(bucket) for bucket in self.buckets]
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Return a context in which nothing is reduced. A later `finish` reduces all."""
         self.is_paused = True
         try:

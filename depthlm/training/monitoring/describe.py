@@ -249,5 +249,5 @@ def dtypes(config: Config, model: Decoder) -> str:
 
 def mixture(plan: Plan, batches: Batches) -> str:
     """Describe each source's share of the training tokens and its epochs in the whole run."""
-    seen = batches.seen(plan.max_steps)
+    seen = batches.count_seen(plan.max_steps)
     return ", ".join(f"{name} {100 * share:.3g}% ({epochs:.2g} epochs)" for name, (share, epochs) in seen.items())

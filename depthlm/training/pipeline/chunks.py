@@ -70,7 +70,7 @@ def contents(model: Decoder, prefix: Prefix) -> tuple[Any, list[Tensor]]:
     """Return the state and the entries of the depth list at a cut, and the tensors in them that later layers need."""
     connection = model.connections[2 * prefix.position]
     state, entries = connection.settle(prefix.state), [tuple(entry) for entry in prefix.depth]
-    return (state, entries), model.needed(prefix._replace(state=state))
+    return (state, entries), model.tensors_to_send(prefix._replace(state=state))
 
 
 def describe_cut(model: Decoder, prefix: Prefix, known: Mapping[int, Key], chunk: int) -> Any:

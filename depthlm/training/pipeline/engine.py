@@ -188,7 +188,7 @@ class PipelineEngine(Engine):
 
     def weights(self, keep: Callable[[str, Tensor], Tensor] = copy_to_cpu) -> dict[str, Tensor]:
         """Return the weights of all stages by name on rank 0, each copied by `keep`, and {} elsewhere; collective."""
-        with self.evaluated():
+        with self.evaluation_mode():
             parts = collect(self.own_parameters(), self.layout, self.device)
         return {name: keep(name, weight) for name, weight in self.join(parts).items()}
 

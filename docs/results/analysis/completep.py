@@ -154,16 +154,16 @@ def results(study: Study) -> Table:
     arms = {name: study.compare(name) for name in (*MECHANISMS, "control")}
     control = arms["control"]
     holds = control is not None and abs(control.interaction.mean) <= (control.interaction.interval or 0.0)
-    shown = _shown(arms, holds)
+    shown = _find_shown(arms, holds)
     table = [_line(name, arm, holds, shown) for name, arm in arms.items()]
     for name in MECHANISMS:
         if arms[name] is not None and len(layers := study.stable_layers(name)) == 1:
             others = arms | {name: study.compare(name, layers)}
-            table.append(_line(name, others[name], holds, _shown(others, holds), f", {layers[0]} layers alone"))
+            table.append(_line(name, others[name], holds, _find_shown(others, holds), f", {layers[0]} layers alone"))
     return Table(["minus vanilla, mean of the depths", *LABELS, "I", "R", "answer"], table)
 
 
-def _shown(arms: Mapping[str, Arm | None], holds: bool) -> set[str]:
+def _find_shown(arms: Mapping[str, Arm | None], holds: bool) -> set[str]:
     """Return the mechanisms whose interaction is shown; one whose runs are missing counts as a comparison."""
     chances = {name: 1.0 if (arm := arms[name]) is None else chance_of(arm.interaction) for name in MECHANISMS}
     return holm(chances) if holds else set()
