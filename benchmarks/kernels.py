@@ -2,6 +2,7 @@
 
     python benchmarks/kernels.py [--size 1.5b 3b] [--length 2048 4096] [--rounds 8]
     python benchmarks/kernels.py --table moda_efficiency     # the settings of MoDA's table, against flash attention
+    python benchmarks/kernels.py --compiled                  # on a CPU: also the definitions under torch.compile
 
 In bf16 on a GPU. On a CPU, PyTorch's operators (`cpu.py`) are compared with their definitions (`naive.py`), in fp32 and
 at T 512, because Triton's kernels need a GPU. The results of both are compared before they are timed. The floor is the
@@ -66,6 +67,8 @@ def time_job(job: Job, backends: list[str], rounds: int) -> dict[str, Any]:
     """Return the results of a job, without seconds if the contenders differ."""
     device = environment.device_type()
     case = CASES[job.operator](job.shape, Make(torch.Generator(device).manual_seed(0), TYPE))
+    # a job must not use up the recompilations of the next
+    torch._dynamo.reset()
     steps = {backend: step(case.run, case.inputs, backend) for backend in backends}
     outputs = {}
     for backend in backends:
@@ -76,8 +79,9 @@ def time_job(job: Job, backends: list[str], rounds: int) -> dict[str, Any]:
             if backend == backends[0]:
                 raise
             del steps[backend]
-    different = difference(*outputs.values()) if len(outputs) > 1 else None
-    del outputs
+    first, *others = outputs.values()
+    different = max((difference(first, other) for other in others), default=None)
+    del outputs, first, others
     tokens = job.shape.batch * job.shape.length
     line: dict[str, Any] = {
         "shape": job.shape._asdict(),
@@ -118,9 +122,9 @@ def steps_per_turn(turn: Step) -> int:
 
 
 COLUMNS = ("operator", "setting", "MB", "floor ms", "definition ms", "PyTorch ms", "Triton ms", "of it GPU",
-           "times as fast", "PyTorch / floor", "Triton / floor", "PyTorch + flash", "Triton + flash",
-           "paper")  # fmt: skip
-BACKENDS = ("naive", "torch", "triton")
+           "compiled ms", "times as fast", "as compiled", "PyTorch / floor", "Triton / floor", "PyTorch + flash",
+           "Triton + flash", "paper")  # fmt: skip
+BACKENDS = {"naive": "definition", "torch": "PyTorch", "triton": "Triton", "compiled": "compiled"}
 
 
 def markdown(results: reporting.Results) -> str:
@@ -156,7 +160,9 @@ def cells(line: dict[str, Any]) -> list[str]:
         shown["times as fast"] = f"{line['times_as_fast']:.2f}" if line["times_as_fast"] else ""
         if gpu := line.get("gpu"):
             shown["of it GPU"] = f"{1e3 * gpu['gpu_seconds']:.3g}"
-        for backend, name in zip(BACKENDS, ("definition", "PyTorch", "Triton"), strict=True):
+        if "compiled" in line["seconds"]:
+            shown["as compiled"] = f"{ratio(line['seconds'], 'torch', 'compiled'):.2f}"
+        for backend, name in BACKENDS.items():
             if backend in line["times_floor"]:
                 shown[f"{name} ms"] = f"{1e3 * min(line['seconds'][backend]):.3g}"
                 shown[f"{name} / floor"] = f"{line['times_floor'][backend]:.2f}"
@@ -170,6 +176,7 @@ def main() -> int:
     parser.add_argument("--size", nargs="+", default=["1.5b", "3b"] if CUDA else ["1.5b"], help="of conf/size")
     parser.add_argument("--length", nargs="+", type=int, default=[2048, 4096] if CUDA else [512], help="tokens, T")
     reporting.add_table(parser, TABLES)
+    parser.add_argument("--compiled", action="store_true", help="on a CPU: the definitions under torch.compile too")
     parser.add_argument("--divide", type=int, default=1, metavar="N", help="--table: N times smaller, on any device")
     arguments = reporting.arguments_of(parser, markdown)
     if arguments.table and not CUDA and arguments.divide == 1:
@@ -178,7 +185,7 @@ def main() -> int:
         )
     backends = ["triton", "torch"]
     if unavailable := missing("cuda") if CUDA else "Triton's kernels need a GPU":
-        backends = ["torch", "naive"]
+        backends = ["torch", "naive", *(["compiled"] if arguments.compiled else [])]
         print(f"{unavailable}: PyTorch's operators are compared with their definitions")
     if arguments.table:
         jobs = jobs_of_table(arguments.table, arguments.divide)

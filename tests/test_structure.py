@@ -7,7 +7,7 @@ from pathlib import Path
 from depthlm.locations import REPOSITORY
 
 # lines of a file, and files of a folder besides its __init__.py
-LINES, FILES = 400, 12
+LINES, FILES = 380, 12
 # one file per mechanism
 UNBOUNDED = "depthlm/mechanisms"
 

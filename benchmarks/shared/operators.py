@@ -91,6 +91,7 @@ def step(
 ) -> Callable[[], Outputs]:
     """Return a step that runs forward and backward, and returns outputs and gradients.
 
+    kernels: a value of `kernels`, or "compiled", the definition under torch.compile.
     rounded: the dtypes to which the gradients of the outputs are rounded (default: those of the outputs).
     """
     with torch.no_grad():
@@ -99,6 +100,9 @@ def step(
         noise = [torch.randn(y.shape, generator=generator, device=y.device) for y in outputs]
         dtypes = [y.dtype for y in outputs]
         grads = [x.to(r).to(dtype) for x, r, dtype in zip(noise, rounded or dtypes, dtypes, strict=True)]
+
+    if kernels == "compiled":
+        run, kernels = torch.compile(run), "naive"
 
     def turn() -> Outputs:
         with using(kernels):

@@ -4,7 +4,6 @@ A key or a file beside tokenizer.json names this token, or it has a usual name.
 """
 
 import hashlib
-import io
 import json
 import os
 import re
@@ -20,7 +19,6 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from depthlm.data.corpora.documents import hash_share, pieces
 from depthlm.errors import DataError
 from depthlm.files import read_bytes, replace_text
 
@@ -289,22 +287,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def sample_bytes(vocab_size: int) -> int:
     """Return how many bytes of text a BPE of this vocabulary is trained on."""
     return max(MIN_BPE_BYTES, min(MAX_BPE_BYTES, BYTES_PER_TOKEN * vocab_size))
-
-
-def sample(documents: Iterable[tuple[str, str]], sample_size: int, total_bytes: int | None) -> Iterator[str]:
-    """Yield about `sample_size` bytes of text, in pieces chosen by a hash of document name and number.
-
-    total_bytes: of the source; None: unknown, so the first `sample_size` bytes are yielded.
-    """
-    fraction = sample_size / max(total_bytes, 1) if total_bytes is not None else 1.0
-    taken = 0
-    for name, text in documents:
-        for number, piece in enumerate(pieces(io.StringIO(text, newline=""), 2**16)):
-            if fraction >= 1 or hash_share(f"{number}:{name}") < fraction:
-                taken += len(piece)
-                yield piece
-        if total_bytes is None and taken >= sample_size:
-            return
 
 
 def is_on_hub(tokenizer: str) -> bool:

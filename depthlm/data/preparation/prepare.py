@@ -3,10 +3,11 @@
 import dataclasses
 import fcntl
 import functools
+import io
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ from rich.filesize import decimal
 
 from depthlm.console import stderr_console
 from depthlm.counts import count_text, duration_text, format_count
-from depthlm.data.corpora.documents import REASONS, documents, is_validation
+from depthlm.data.corpora.documents import REASONS, documents, hash_share, is_validation, pieces
 from depthlm.data.corpora.formats import PARQUET, split_codec
 from depthlm.data.corpora.sources import all_sources, is_remote, text_files, train_sources
 from depthlm.data.manifest import Manifest, check_sizes, dtype_of, little_endian
@@ -33,7 +34,6 @@ from depthlm.data.tokenizers import (
     is_on_hub,
     load_tokenizer,
     parallel_tokenizers,
-    sample,
     sample_bytes,
     train_bpe,
 )
@@ -118,7 +118,23 @@ def _text_for_training(data: Data) -> Iterator[str]:
         fraction = held_out_fraction(files, source, data)
         pairs = documents(files.train, *reading(source, data))
         train_pairs = ((name, text) for name, text in pairs if not is_validation(identity(name, text, data), fraction))
-        yield from sample(train_pairs, sample_bytes(data.vocab_size), files.description.get("bytes"))
+        yield from _sample(train_pairs, sample_bytes(data.vocab_size), files.description.get("bytes"))
+
+
+def _sample(texts: Iterable[tuple[str, str]], sample_size: int, total_bytes: int | None) -> Iterator[str]:
+    """Yield about `sample_size` bytes of text, in pieces chosen by a hash of document name and number.
+
+    total_bytes: of the source; None: unknown, so the first `sample_size` bytes are yielded.
+    """
+    fraction = sample_size / max(total_bytes, 1) if total_bytes is not None else 1.0
+    taken = 0
+    for name, text in texts:
+        for number, piece in enumerate(pieces(io.StringIO(text, newline=""), 2**16)):
+            if fraction >= 1 or hash_share(f"{number}:{name}") < fraction:
+                taken += len(piece)
+                yield piece
+        if total_bytes is None and taken >= sample_size:
+            return
 
 
 @dataclass(frozen=True)
