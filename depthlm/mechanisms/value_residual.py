@@ -32,7 +32,7 @@ class ValueResidual(SelfAttention):
     """
 
     identity_start = "start=identity"
-    colour = "#1B9E77"
+    colour = "#5E4FA2"
 
     def __init__(
         self,

@@ -26,9 +26,9 @@ from depthlm.sweeps.best import (
 LEGEND = (
     "Below and above: the neighbours of the chosen value in the grid, with their differences from it between runs with "
     "the same seed. In brackets: the 95% interval over the seeds that choose, by Student's t; the variance is pooled "
-    "over the neighbours of a row's group. Where it contains 0, the seeds do not separate the two values. The luck of "
-    "a choice is part of the intervals of the differences of its row from others."
+    "over the neighbours of a row's group. Where it contains 0, the seeds do not separate the two values."
 )
+LUCK = " The luck of a choice is part of the intervals of the differences of its row from others."
 
 NOTE = (
     "Rings: the chosen values. Error bars: the 95% intervals of the table, of the differences of the neighbours from "
@@ -71,6 +71,16 @@ class Group:
         ours = [None if self.diverged(value) else difference(self.grid[value], best, self.column) for value in values]
         return dict(zip(values, pool_deviations(ours), strict=True))
 
+    def runner_up(self) -> str:
+        """Return the best value but the chosen one, with its number; empty if it has none."""
+        numbers = {value: measure_column(row, self.column) for value, row in self.grid.items() if value != self.chosen}
+        known = {value: number.mean for value, number in numbers.items() if number is not None}
+        if not known:
+            return ""
+        sign = 1 if self.column.better == "lower" else -1
+        value = min(known, key=lambda value: sign * known[value])
+        return f"{value}: {number_text(known[value], self.column.digits)}"
+
 
 def groups_of(sweep: Sweep) -> list[Group]:
     """Return the groups of a sweep that choose a value, in the order of its points."""
@@ -100,7 +110,7 @@ def choice_parts(sweep: Sweep, folder: Path) -> list[str]:
         return []
     groups = groups_of(sweep)
     table = replace(choice_table(sweep), title="")
-    parts = ["## Choice", markdown(table), LEGEND, plain(_describe_cost(sweep))]
+    parts = ["## Choice", markdown(table), LEGEND + (LUCK if sweep.luck_text else ""), plain(_describe_cost(sweep))]
     name = setting_of(sweep)
     file = f"choice_{short_key(name).replace('/', '_')}.png"
     if _draw(sweep, groups, folder / file):
@@ -140,7 +150,10 @@ def _texts(group: Group, name: str) -> list[str]:
     if group.chosen is None:
         return [DASH, DASH, DASH, DASH, spent, "not chosen yet"]
     best, column, differences = group.grid[group.chosen], group.column, group.differences()
-    texts, remarks = [], [] if len(best.runs) > 1 else ["one seed: no interval"]
+    texts, remarks = [], []
+    if len(best.runs) == 1:
+        second = group.runner_up()
+        remarks.append("one seed: no interval" + (f"; runner-up {second}" if second else ""))
     for value in group.beside():
         if value is None:
             texts.append(DASH)

@@ -111,4 +111,6 @@ def test_the_report_of_an_experiment_has_the_choice(tmp_path):
     assert [table.title for table in tables] == ["", "Choice"]
     assert row(text, "Plain") == ["2", "3.0000 ± 0.0000", "2.5000", "+0.5000"]
     assert row(text, "Plain", 1)[:2] == ["lr", "2e-3"]
+    # with one seed that chooses, a remark stands for the interval
+    assert row(text, "Plain", 1)[-1] == "one seed: no interval; runner-up 1e-3: 3.6931"
     assert row(text, "Wide", 1) == ["0.0000 \\[0.0000, 0.0000\\]", "–"]

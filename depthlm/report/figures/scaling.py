@@ -88,15 +88,17 @@ def _notes(sweep: Sweep, shown: Sequence[Curve], saved: Sequence[Saving], baseli
 
 
 def widest(saved: Sequence[Saving]) -> Saving | None:
-    """Return the saving to draw: the greatest at the largest size, among those not extrapolated if there are any."""
+    """Return the saving to draw: the greatest at the largest size within the sizes of the baseline."""
 
-    def order(entry: Saving) -> tuple[bool, float, float]:
+    def order(entry: Saving) -> tuple[float, float]:
         needs = entry.needs["parameters"]
         assert needs is not None
-        return not needs.extrapolated, round(math.log2(entry.reference.x["parameters"]), 1), needs.factor
+        return round(math.log2(entry.reference.x["parameters"]), 1), needs.factor
 
     visible = [
-        entry for entry in saved if (n := entry.needs["parameters"]) is not None and n.is_clear and n.factor > VISIBLE
+        entry
+        for entry in saved
+        if (n := entry.needs["parameters"]) is not None and n.is_clear and not n.extrapolated and n.factor > VISIBLE
     ]
     return max(visible, key=order, default=None)
 

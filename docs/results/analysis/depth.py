@@ -326,6 +326,32 @@ def vanilla_losses(study: Study) -> Table:
     return Table(["layers", "vanilla's parameters outside the embedding", "validation loss"], table)
 
 
+def losses(study: Study) -> Table:
+    """Return the loss of each mechanism at each depth, the lowest of a depth in bold."""
+    models, table = ("vanilla", *STATIC, *LEARNED), []
+    best = {layers: best_at(study, layers) for layers in study.layers}
+    for model in models:
+        texts = {layers: with_deviation([*study.losses[model, layers].values()]) for layers in study.layers}
+        table.append([Cell(model), *(Cell(text, best[layers] == model) for layers, text in texts.items())])
+    return Table(["validation loss", *(f"{layers} layers" for layers in study.layers)], table)
+
+
+def best_at(study: Study, layers: int) -> str:
+    """Return the model with the lowest loss at a depth."""
+    return min(("vanilla", *STATIC, *LEARNED), key=lambda model: fmean(study.losses[model, layers].values()))
+
+
+def against_the_shallowest(study: Study) -> Table:
+    """Return how the best model at each other depth differs from vanilla with the fewest layers, by seed."""
+    table, first = [], ("vanilla", study.layers[0])
+    for layers in study.layers[1:]:
+        place = best_at(study, layers), layers
+        number = over_seeds([loss - study.losses[first][seed] for seed, loss in study.losses[place].items()])
+        luck = math.hypot(study.luck[place], study.luck[first])
+        table.append([*cells([str(layers), place[0]]), difference_cell(with_interval(replace(number, luck=luck)))])
+    return Table(["layers", "lowest loss", f"minus vanilla with {first[1]} layers"], table)
+
+
 def choices(sweep: Sweep) -> dict[tuple[str, str], Group]:
     """Return the grid of rates of each mechanism and task."""
     groups = {}

@@ -90,7 +90,7 @@ def draw_all(records: Records, folder: Path) -> None:
     draw_differences(study, folder / "depth.png", stamp)
     draw_slopes(study, folder / "slopes.png", stamp)
     draw_choices(records.depth, folder / "choices.png")
-    place = f"experiment=depthlm/depth, {LAYERS} layers"
+    place = f"experiment=depthlm/depth, {LAYERS} layers, 991K tokens, 3 seeds"
     draw_interventions(records.interventions, folder / "interventions.png", place)
     sizes = at_every_size(with_depth(records.sizes, records.depth))
     fitted = curves(sizes, VIEWS_WITH_TIME)
@@ -130,6 +130,8 @@ def blocks(records: Records) -> dict[str, str]:
         "costs": costs(depths_as_sizes(records.depth)),
         "costs_of_sizes": costs(sizes),
         "vanilla": depth.vanilla_losses(study),
+        "losses_of_depths": depth.losses(study),
+        "shallowest": depth.against_the_shallowest(study),
         "shapes": shapes(records.depth, "task"),
         "shapes_of_sizes": shapes(sizes),
         "completep": completep.results(rescaled),

@@ -5,7 +5,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from depthlm.report.figures.scaling import BARS
 from depthlm.report.figures.style import Style, mechanism_of, shade, style_of
 from depthlm.report.rows import Row, measure_column
 from depthlm.report.sweep import Sweep
@@ -28,6 +27,7 @@ from docs.results.analysis.depth import (
 from docs.results.analysis.differences import with_interval
 from docs.results.analysis.interventions import COSTS
 
+BARS = "error bars: 95% intervals with the luck of the choice of a rate, without a correction for their number"
 # of the losses at other rates than the best one
 HIGHEST = 0.2
 # of the differences from vanilla, in both directions
@@ -96,7 +96,8 @@ def draw_slopes(study: Study, path: Path, stamp: str) -> None:
     failing, looks = study.failing(), styles()
     for group, members in groups_without(*failing).items():
         rows |= {model: [model] for model in members}
-        rows[f"mean of {group} reads"] = members
+        gone = ", ".join(model for model in GROUPS[group] if model not in members)
+        rows[f"mean of {group} reads{f' without {gone}' if gone else ''}"] = members
     figure, axes = subplots(1, 8.4, 6.0)
     panel = axes[0, 0]
     for equal, offset, fill in ((False, -0.16, "full"), (True, 0.16, "none")):
@@ -114,8 +115,8 @@ def draw_slopes(study: Study, path: Path, stamp: str) -> None:
     panel.set_xlabel("change of the difference from vanilla per doubling of the depth, nats per token")
     legend_below(figure, [panel])
     grid(panel)
-    gone = ", ".join(f"{model} ({slope(study.gaps(model)).mean:+.2f})" for model in failing)
-    left_out = f"\nwithout mechanisms that failed at a depth: {gone}" if failing else ""
+    failed = ", ".join(f"{model} ({slope(study.gaps(model)).mean:+.2f})" for model in failing)
+    left_out = f"\nwithout mechanisms that failed at a depth: {failed}" if failing else ""
     save(figure, path, f"{stamp}; below 0: gains with depth; {BARS}{left_out}")
 
 
@@ -210,7 +211,7 @@ def draw_completep(study: completep.Study, path: Path, stamp: str) -> None:
 
 
 def styles() -> dict[str, Style]:
-    """Return the style of each mechanism of the study, of which no two have the same colour."""
+    """Return the style of each mechanism of the study, of which no two have nearly the same colour."""
     models = (*LEARNED, *STATIC)
     mechanisms = [mechanism_of(Row([Point([f"model={model}"], {"model": model})], [], {})) for model in models]
     return dict(zip(models, style_of(mechanisms), strict=True))

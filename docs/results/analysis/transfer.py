@@ -95,4 +95,5 @@ def draw_rates(rows: Sequence[Row], path: Path) -> None:
     for panel in axes[-1]:
         panel.set_xlabel("peak learning rate of the base size")
     figure.supylabel("validation loss", fontsize="medium")
-    save(figure, path, "experiment=depthlm/transfer, one seed; rings: the lowest loss of a curve")
+    stamp = "experiment=depthlm/transfer, vanilla, base size nano_60k (4 layers, 32 channels), 188K tokens, one seed"
+    save(figure, path, f"{stamp}; rings: the lowest loss of a curve")

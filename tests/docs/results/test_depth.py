@@ -4,13 +4,14 @@ import hashlib
 import itertools
 import json
 import math
+import re
 from statistics import fmean, stdev
 
 import numpy as np
 import pytest
 
 from docs.results.analysis import depth
-from docs.results.analysis.archive import ARCHIVE, RESULTS, sweep_of
+from docs.results.analysis.archive import ARCHIVE, RESULTS
 from docs.results.analysis.depth import Study, slope
 
 LAYERS, SEEDS = (6, 12, 24, 48), ("1", "2", "3")
@@ -80,26 +81,53 @@ def recorded(model: str) -> dict[tuple[int, int], dict[float, dict[int, float]]]
     return losses
 
 
-@pytest.mark.parametrize("model", ["attention_residuals", "dca", "depth_attention"])
-def test_the_intervals_of_the_page_are_those_of_a_bootstrap_over_the_records(model):
-    rng, draws, shapes = np.random.default_rng(1), 20_000, [(6, 153), (12, 128), (24, 87), (48, 67)]
-    x = np.log2([6, 12, 24, 48])
-    gaps, luck = dict[tuple[int, str], float](), np.zeros((4, draws))
-    for name, sign in ((model, 1), ("vanilla", -1)):
+def drawn(*models: str) -> tuple[np.ndarray, np.ndarray]:
+    """The mean gaps of mechanisms to vanilla [depth, seed], and draws of the luck of the choices [depth, draw]."""
+    rng, gaps, luck = np.random.default_rng(1), np.zeros((4, 3)), np.zeros((4, 20_000))
+    for name, weight in (*((model, 1 / len(models)) for model in models), ("vanilla", -1.0)):
         every = recorded(name)
         reports = [by_seed for rates in every.values() for by_seed in rates.values() if 1 in by_seed]
         error = math.sqrt(fmean(stdev(by_seed[seed] for seed in (1, 2, 3)) ** 2 for by_seed in reports))
-        for place, shape in enumerate(shapes):
+        for place, shape in enumerate([(6, 153), (12, 128), (24, 87), (48, 67)]):
             chosen = next(by_seed for by_seed in every[shape].values() if 1 in by_seed)
-            for seed in (1, 2, 3):
-                gaps[shape[0], str(seed)] = gaps.get((shape[0], str(seed)), 0.0) + sign * chosen[seed]
+            gaps[place] += weight * np.array([chosen[seed] for seed in (1, 2, 3)])
             first = np.array([by_seed[11] for by_seed in every[shape].values()])
-            luck[place] += sign * first[rng.normal(first, error, (draws, len(first))).argmin(1)]
-    chance = np.std(((x - x.mean()) / ((x - x.mean()) ** 2).sum()) @ luck)
-    exact = slope(gaps)
-    half = math.hypot((exact.high - exact.low) / 2, 1.96 * chance)
-    study = depth.study_of(sweep_of("depth"))
-    ours = slope(study.gaps(model), luck=study.luck_of({model: 1}))
-    assert (ours.mean, ours.low, ours.high) == pytest.approx(
-        (exact.mean, exact.mean - half, exact.mean + half), abs=3e-4
-    )
+            luck[place] += weight * first[rng.normal(first, error, (luck.shape[1], len(first))).argmin(1)]
+    return gaps, luck
+
+
+def printed(block: str, row: str, column: int) -> list[float]:
+    """A number of the page's tables with the ends of its interval."""
+    text = (RESULTS / "tables.md").read_text().partition(f"<!-- {block} -->")[2].partition("<!-- end -->")[0]
+    lines = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
+    (cell,) = [line[column + 1] for line in lines if len(line) > 1 and line[1] == row]
+    return [float(number) for number in re.findall(r"[-+]?\d+\.\d+", cell)]
+
+
+@pytest.mark.parametrize(
+    ("models", "block", "row", "column"),
+    [
+        (["attention_residuals"], "differences", "attention_residuals", 6),
+        (["dca"], "differences", "dca", 6),
+        ([model for model in depth.LEARNED if model != "mudd"], "answers", "minus vanilla, without mudd", 1),
+    ],
+)
+def test_the_slopes_of_the_page_are_those_of_a_computation_from_the_records_alone(models, block, row, column):
+    gaps, luck = drawn(*models)
+    x = np.log2([6, 12, 24, 48])
+    weights = (x - x.mean()) / ((x - x.mean()) ** 2).sum()
+    slope = float(weights @ gaps.mean(1))
+    residuals = gaps - gaps.mean() - slope * (x - x.mean())[:, None]
+    error = math.sqrt((residuals**2).sum() / 10 / 3 / ((x - x.mean()) ** 2).sum())
+    # the table of Student's t for ten degrees of freedom
+    half = math.hypot(2.228 * error, 1.96 * float(np.std(weights @ luck)))
+    assert printed(block, row, column) == pytest.approx([slope, slope - half, slope + half], abs=4e-4)
+
+
+def test_a_mean_of_the_page_is_that_of_a_computation_from_the_records_alone():
+    gaps, luck = drawn("denseformer")
+    error = math.sqrt(gaps.var(1, ddof=1).mean() / 12)
+    # the table of Student's t for eight degrees of freedom
+    half = math.hypot(2.306 * error, 1.96 * float(np.std(luck.mean(0))))
+    mean = float(gaps.mean())
+    assert printed("differences", "denseformer", 5) == pytest.approx([mean, mean - half, mean + half], abs=1e-3)

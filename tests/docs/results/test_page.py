@@ -1,6 +1,7 @@
 """The page of docs/results agrees with the committed records of its runs, and they with the experiments."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,34 @@ def test_the_tables_on_transfer_are_those_of_the_records(monkeypatch):
     assert page.with_blocks(text, transfer.blocks(transfer.read_rows())) == text, (
         "run `python docs/results/analysis/page.py`"
     )
+
+
+BLOCK = re.compile(r"<!-- \w+ -->.*?<!-- end -->", re.DOTALL)
+
+
+def test_the_numbers_of_the_findings_are_those_of_the_tables():
+    pages = {path: path.read_text() for path in (*page.PAGES, transfer.PAGE)}
+    tables = " ".join(block for text in pages.values() for block in BLOCK.findall(text))
+    known = {abs(float(number.replace(",", ""))) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", tables)}
+    texts = {path: BLOCK.sub("", text) for path, text in pages.items()}
+    readme = (ROOT / "README.md").read_text().partition("One [result](docs/results")[2].partition("## ")[0]
+    findings = [re.sub(r"arXiv\s+[\d.]+", "", text) for text in (texts[page.RESULTS / "README.md"], readme)]
+    said = [found for text in findings for found in re.findall(r"(\d+\.\d+)(M?)", text)]
+    # other numbers of the tables' page are those of papers, or of settings
+    said += [(number, "") for number in re.findall(r"[-+](\d\.\d+)", texts[page.RESULTS / "tables.md"])]
+    assert len(said) > 80
+    for number, million in said:
+        digits = len(number.partition(".")[2])
+        exact = (value / 1e6 if million else value for value in known)
+        assert any(f"{value:.{digits}f}" == number for value in exact), number
+
+
+@pytest.mark.slow
+def test_the_pictures_of_the_pages_are_drawn(records, tmp_path):
+    page.draw_all(records, tmp_path)
+    shown = set(re.findall(r"\]\((\w+\.png)\)", " ".join(path.read_text() for path in page.PAGES)))
+    assert {"depth.png", "slopes.png", "scaling.png"} < shown
+    assert {path.name for path in tmp_path.iterdir()} >= shown - {"transfer.png"}
 
 
 def nested(settings: dict[str, object]) -> object:
