@@ -116,8 +116,8 @@ def draw_slopes(study: Study, path: Path, stamp: str) -> None:
     legend_below(figure, [panel])
     grid(panel)
     failed = ", ".join(f"{model} ({slope(study.gaps(model)).mean:+.2f})" for model in failing)
-    left_out = f"\nwithout mechanisms that failed at a depth: {failed}" if failing else ""
-    save(figure, path, f"{stamp}; below 0: gains with depth; {BARS}{left_out}")
+    left_out = f"; without {failed}, which failed" if failing else ""
+    save(figure, path, f"{stamp}; below 0: gains with depth{left_out}\n{BARS}")
 
 
 def draw_choices(sweep: Sweep, path: Path) -> None:
@@ -207,7 +207,7 @@ def draw_completep(study: completep.Study, path: Path, stamp: str) -> None:
     panel.set_xlabel("validation loss - vanilla's, nats per token, mean of 12 and 24 layers")
     legend_below(figure, [panel])
     grid(panel)
-    save(figure, path, f"{stamp}; below 0: better than vanilla; {BARS}")
+    save(figure, path, f"{stamp}; below 0: better than vanilla\n{BARS}")
 
 
 def styles() -> dict[str, Style]:
