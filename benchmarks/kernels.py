@@ -80,7 +80,9 @@ def time_job(job: Job, backends: list[str], rounds: int) -> dict[str, Any]:
                 raise
             del steps[backend]
     first, *others = outputs.values()
-    different = max((difference(first, other) for other in others), default=None)
+    differences = [difference(first, other) for other in others]
+    # torch's max propagates a NaN, Python's max ignores it
+    different = torch.tensor(differences).max().item() if differences else None
     del outputs, first, others
     tokens = job.shape.batch * job.shape.length
     line: dict[str, Any] = {
@@ -183,6 +185,8 @@ def main() -> int:
         parser.error(
             f"--table {arguments.table}: its shapes need a GPU, and this machine has none; --divide reduces them"
         )
+    if arguments.compiled and CUDA:
+        parser.error("--compiled: only on a CPU; on a GPU, Triton's kernels are compared with PyTorch's operators")
     backends = ["triton", "torch"]
     if unavailable := missing("cuda") if CUDA else "Triton's kernels need a GPU":
         backends = ["torch", "naive", *(["compiled"] if arguments.compiled else [])]

@@ -59,7 +59,7 @@ def measure_presets(
     build: returns the steps of a preset by phase. A preset that fails has a line with its error.
     """
 
-    def build(name: str) -> tuple[dict[str, Step], float | None]:
+    def warm_up(name: str) -> tuple[dict[str, Step], float | None]:
         used = gpu_bytes()
         steps = build(name)
         for step in steps.values():
@@ -67,7 +67,7 @@ def measure_presets(
         return steps, peak_gib_above(used)
 
     def pair(name: str) -> None:
-        steps, peak = build(name)
+        steps, peak = warm_up(name)
         seconds: dict[str, Seconds] = {"vanilla": {}, name: {}}
         for phase, step in steps.items():
             turns = {"vanilla": vanilla[phase], name: step, AGAIN: vanilla[phase]}
@@ -82,7 +82,7 @@ def measure_presets(
             results["presets"].setdefault(contender, line)
 
     results |= {"again": [], "presets": {}}
-    vanilla, vanilla_peak = build("vanilla")
+    vanilla, vanilla_peak = warm_up("vanilla")
     for name in presets:
         try:
             pair(name)

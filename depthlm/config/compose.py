@@ -43,11 +43,11 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None,
     it is that of the file, which may name any class, as the files in config_dir may.
 
     config_dir: an additional folder of configuration files, as with `--config-dir`.
-    here: whether this machine trains it, so that its devices, files and packages are checked and precision=auto is what
-        it computes fast; otherwise precision=auto is bf16.
+    here: whether this machine trains it, so that its devices, files and packages are checked, as is a run of somebody
+        else, and precision=auto is what the machine computes fast; otherwise precision=auto is bf16.
 
-    Raises ConfigError with all mistakes in the overrides; if there are none, with all mistakes across fields. Raises
-    UserError for the run of somebody else that names paths, addresses or services.
+    Raises ConfigError with all mistakes in the overrides; if there are none, with all mistakes across fields. With
+    here=True, raises UserError for the run of somebody else that names paths, addresses or services.
     """
     config, saved = _compose_fields(overrides, config_dir)
     run = run_of(overrides)

@@ -74,7 +74,7 @@ def shrink_to_budget(config: Config, given: Set[str], overrides: Sequence[str]) 
 
 
 def find_differences(config: Config, overrides: Sequence[str], config_dir: str | Path | None) -> dict[str, str]:
-    """Return the settings that a name has after the seed: the fewest of the overrides that compose the configuration.
+    """Return the settings that a name has after the seed: overrides of which none can be left out.
 
     Mechanism, size, seed and experiment are always composed, since a name or its folder has them.
     """
@@ -95,7 +95,7 @@ def _rank(name: str) -> tuple[bool, bool, bool]:
     return name == "budget", not is_key(name), name.startswith(("size.", "parametrization."))
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=8192)
 def _compose_from(overrides: tuple[str, ...], config_dir: str | Path | None, files: Files) -> dict[str, Any] | None:
     """Return the values that overrides compose, before those that follow from the tokenizer; None for invalid ones."""
     with hydra_at_conf(), suppress(*COMPOSING):

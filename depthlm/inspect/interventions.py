@@ -182,7 +182,7 @@ def losses(model: Decoder, batch: Batch, edit: Edit, copies: int = 1, after: Pre
 
 @torch.no_grad()
 def prefixes(model: Decoder, batch: Batch, edit: Edit) -> dict[int, Prefix]:
-    """Return the forward pass up to each layer with an edit, by its position."""
+    """Return the prefix before each layer with an edit, by its position."""
     collected = Prefixes()
     with edited(model, edit):
         model.hidden(batch[0], observer=collected)

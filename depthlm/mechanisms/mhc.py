@@ -180,7 +180,7 @@ class ManifoldHyperConnections(Connection):
             elif n > 1:
                 # the bias of H_post is 0; with one stream, H_pre = 1/2
                 pre.fill_(-math.log(n - 1))
-            if n > 1 and self.exact_map is permute:
+            if n > 1 and self.exact_map is mix_permutations:
                 # the first permutation is the identity
                 res[0].fill_(math.log(0.01 / (len(res[0]) - 1)))[0] = math.log(0.99)
             elif n > 1 and self.exact_map is kronecker:
@@ -294,7 +294,7 @@ def exact_maps(
     return Maps(pre_btn.sigmoid() + form.pre_eps, form.post_scale * post_btn.sigmoid() + form.post_eps, res_btij)
 
 
-def permute(m_btr: Tensor, n: int) -> Tensor:
+def mix_permutations(m_btr: Tensor, n: int) -> Tensor:
     """Return sum_r softmax(m)_r P_r as x_btij, in the order of itertools.permutations."""
     rows = torch.eye(n, dtype=m_btr.dtype, device=m_btr.device).unbind()
     # made on the device, since a copy to it ends the capture of a CUDA graph
@@ -314,7 +314,7 @@ def kronecker(m_btr: Tensor, n: int) -> Tensor:
 
 
 # of the names of H_res: exactly doubly stochastic maps
-EXACT_MAPS: dict[str, Callable[[Tensor, int], Tensor]] = {"permutations": permute, "kronecker": kronecker}
+EXACT_MAPS: dict[str, Callable[[Tensor, int], Tensor]] = {"permutations": mix_permutations, "kronecker": kronecker}
 
 
 class GatedCollapse(nn.Module):

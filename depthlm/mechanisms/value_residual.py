@@ -32,7 +32,7 @@ class ValueResidual(SelfAttention):
     """
 
     identity_start = "start=identity"
-    colour = "#5E4FA2"
+    colour = "#4B0082"
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ class Cost(NamedTuple):
 
     flops: without those of its `nn.Linear` children. io_values: the activation values that it reads and writes beyond
     those of the residual connection. Fused operators move fewer. two_phase_values: in all, in inference, as in Table 1
-    of Attention Residuals (arXiv 2603.15031), where several reads share a pass over old sources; None: as alone.
+    of Attention Residuals (arXiv 2603.15031), where several reads share a pass over old sources; None: each read alone.
     """
 
     flops: float = 0.0

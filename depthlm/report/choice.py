@@ -72,9 +72,9 @@ class Group:
         return dict(zip(values, pool_deviations(ours), strict=True))
 
     def runner_up(self) -> str:
-        """Return the best value but the chosen one, with its number; empty if it has none."""
-        numbers = {value: measure_column(row, self.column) for value, row in self.grid.items() if value != self.chosen}
-        known = {value: number.mean for value, number in numbers.items() if number is not None}
+        """Return the best of the other values with its number; empty if none of them has one."""
+        others = {value: measure_column(row, self.column) for value, row in self.grid.items() if value != self.chosen}
+        known = {value: measured.mean for value, measured in others.items() if measured is not None}
         if not known:
             return ""
         sign = 1 if self.column.better == "lower" else -1

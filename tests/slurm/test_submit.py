@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from depthlm.config import compose
+from depthlm.config.keys import replace_values
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
 from depthlm.slurm.cluster import record_array
 from depthlm.slurm.submit import main
-from depthlm.sweeps import sweep_points
+from depthlm.sweeps import Point, sweep_points
 
 from ..report.made_up import write_run
 
@@ -166,7 +167,7 @@ def test_a_complete_run_counts_unless_its_settings_or_the_code_of_its_mechanism_
 def test_a_run_whose_precision_its_machine_chose_is_continued(small_run, tmp_path, submit):
     overrides = small_run("precision=auto", "data=stdlib")
     for precision in ("fp32", "bf16"):
-        config = compose([*overrides, f"precision={precision}"], here=False)
+        config = replace_values(Point(overrides).config, {"precision.name": precision})
         (write_run(tmp_path / "run", done=0.5, config=asdict(config)) / ".saved").touch()
         assert submit("--dry-run", *overrides).startswith("1 points to train\n")
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.utils import get_class
 
@@ -11,9 +11,6 @@ from depthlm.config.classes import factories, reads_across_layers
 from depthlm.config.schema import Config
 from depthlm.errors import join_names
 from depthlm.model.shape import Backbone, Size, SublayerSpec
-
-if TYPE_CHECKING:
-    pass
 
 # the classes whose updates are like those of AdamW, for which the factors of a parametrization are known
 LIKE_ADAMW = ("torch.optim.AdamW", "pytorch_optimizer.AdEMAMix", "pytorch_optimizer.ScheduleFreeAdamW")

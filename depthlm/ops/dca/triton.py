@@ -134,7 +134,7 @@ def _of_positions(ptr, s, j, p, positions, reads):
 
 @triton.jit
 def _gate(b_ptr, score_ptr, s, j, n, p, c, positions, reads, D: tl.constexpr):
-    """Return a gate before its ReLU, which closes it where that is not above 0."""
+    """Return b + w . x, of which the gate is the ReLU."""
     return _of_dimensions(b_ptr, s, j, n, c, reads, D) + _of_positions(score_ptr, s, j, p, positions, reads)
 
 

@@ -20,7 +20,7 @@ from depthlm.ops.mhc.triton_reads import pre_gradient, read_streams
 from depthlm.ops.mhc.triton_streams import (
     Tensors,
     add_columns,
-    align,
+    align_words,
     check_streams,
     empty_outputs,
     launch,
@@ -72,7 +72,9 @@ def _gradients(grads, sources, new, parameters, kept, eps):
 def forward(sources: Tensors, parameters: Tensors, eps: float) -> Tensors:
     """Return input_btd, X'_btnd, post_btn, res_btij, pre_btn, and W x and 1 / rms of each stream."""
     outputs, (w, *others) = _outputs(sources, parameters, eps), parameters
-    launch(hyper_connections_forward, sources, [align(w), *others], outputs, settings_of(sources[0], eps, POSITIONS))
+    launch(
+        hyper_connections_forward, sources, [align_words(w), *others], outputs, settings_of(sources[0], eps, POSITIONS)
+    )
     return outputs
 
 
@@ -85,7 +87,7 @@ def backward(grads: Tensors, sources: Tensors, new: Tensor, parameters: Tensors,
     grad_projected = torch.empty_like(projected, dtype=new.dtype)
     count = sum(parameter.numel() for parameter in (*others, scale))
     partial_sums = pre.new_empty(cdiv(b * t, settings.positions.value), count)
-    tensors = new, [align(w), scale], kept, grads, grad_sources, [grad_projected, partial_sums]
+    tensors = new, [align_words(w), scale], kept, grads, grad_sources, [grad_projected, partial_sums]
     launch(hyper_connections_backward, sources, *tensors, settings)
     with no_autocast(new):
         # in the dtype of the streams: a copy of them in another one would move more bytes than the product

@@ -167,7 +167,7 @@ def write_streams(sources: Tensors) -> Tensor:
     return new_btnd
 
 
-def align(w: Tensor) -> Tensor:
+def align_words(w: Tensor) -> Tensor:
     """Return w, copied if it does not start at a multiple of 4 bytes, as `load_shared` requires.
 
     A weight in 16 bits may start anywhere in the flat tensor of an optimizer.
@@ -218,7 +218,7 @@ def tile(p, mask_p, start, d, settings):
 
 @triton.jit
 def load_shared(ptr, row, start, d: tl.constexpr, settings):
-    """Load columns of a row [d] of an `aligned` tensor, which all positions share, as a tile in fp32.
+    """Load columns of a row [d] of a tensor of `align_words`, which all positions share, as a tile in fp32.
 
     A vector of columns would be moved through shared memory to the threads of a tile.
     """

@@ -13,7 +13,6 @@ from depthlm.report.scaling_laws import NEEDS, VIEWS, Curve, Needed, Saving, bas
 from depthlm.report.sweep import Sweep, title_of
 from depthlm.runs.plots import grid, legend_below, log_ticks, save, short
 
-BARS = "error bars: 95% intervals, without a correction for their number"
 # the smallest factor that is drawn as a segment, which is then longer than a marker
 VISIBLE = 1.1
 
@@ -47,8 +46,8 @@ def draw_scaling(
         panel.set_xlim(places["parameters"].get_xlim())
         log_ticks(panel.xaxis, panel.get_xlim(), counts=True)
     legend_below(figure, [places["parameters"]], columns=5)
-    bars = f"; {BARS}" if _has_bars(saved) else ""
-    save(figure, path, f"{sweep.stamp()}{bars}", sweep.experiment.title)
+    bars = f"; error bars: 95% intervals{sweep.luck_text}, without a correction for their number"
+    save(figure, path, f"{sweep.stamp()}{bars if _has_bars(saved) else ''}", sweep.experiment.title)
     return _notes(sweep, shown, saved, baseline)
 
 
@@ -125,7 +124,7 @@ def _draw_view(
     _limit(axes, [size.loss for curve, _ in styled for size in curve.sizes], counts=view == "parameters")
     axes.set_xlabel(column.title)
     axes.set_title(f"loss over {column.title.partition(' (')[0]}", fontsize="medium")
-    if entry is not None and (needs := entry.needs[view]) is not None and needs.is_clear:
+    if entry is not None and (needs := entry.needs[view]) is not None and needs.is_clear and not needs.extrapolated:
         text = f"{short(entry.curve.name)}: {needs}\n{NEEDS[view]}"
         _draw_segment(axes, entry.size.x[view], needs, entry.size.loss, text)
 
@@ -134,9 +133,8 @@ def _draw_segment(axes: Any, start: float, needs: Needed, loss: float, text: str
     end = start * needs.factor
     axes.plot([start, end], [loss, loss], color="black", ls="--", lw=1.6, zorder=4)
     # there is space below and to the left of falling curves
-    label = f"{text}, extrapolated" if needs.extrapolated else text
     axes.annotate(
-        label, (max(start, end), loss), xytext=(0, -9), textcoords="offset points", size=8, ha="right", va="top"
+        text, (max(start, end), loss), xytext=(0, -9), textcoords="offset points", size=8, ha="right", va="top"
     )
 
 

@@ -160,7 +160,7 @@ class Engine:
     def weights(self, keep: Callable[[str, Tensor], Tensor] = copy_to_cpu) -> dict[str, Tensor]:
         """Return the full weights by name, each copied by `keep`; collective, and empty on all ranks but rank 0.
 
-        They are those of `evaluated`.
+        They are those of `evaluation_mode`.
         """
         import deepspeed
 

@@ -104,7 +104,7 @@ def tensors_at(model: Decoder, cut: Any, prefix: Prefix) -> Tensors:
 
 
 def resume(model: Decoder, cut: Any, position: int, tensors: Mapping[Key, Tensor]) -> Prefix:
-    """Return the forward pass up to a layer, from the tensors that crossed the cut there."""
+    """Return the prefix before a layer, from the tensors that crossed the cut there."""
     state, entries = tree_map(lambda leaf: tensors[leaf.key] if isinstance(leaf, Slot) else leaf, cut)
     number, attention = model.next_attention(position)
     if attention is not None:

@@ -113,7 +113,7 @@ class Stage(_PipelineStageBase):
             self.sums += torch.stack((loss.nll, loss.total(self.config.training.z_loss))).detach()
 
     def open_or_resume(self, inputs: Tensor, cuts: list[Any], known: Tensors, seeds_b: Tensor | None = None) -> Prefix:
-        """Return the forward pass up to the chunk. known: at least the tensors that crossed the cut there."""
+        """Return the prefix before the chunk. known: at least the tensors that crossed the cut there."""
         if self.is_first:
             return self.model.run(inputs, until=0, seeds_b=seeds_b)[0]
         return resume(self.model, cuts[self.chunk.number], self.chunk.start, known)

@@ -233,10 +233,10 @@ def rivals(study: Study) -> Table:
 
 
 def _over_depths(study: Study, title: str, gaps: Mapping[str, tuple[Gaps, Mapping[int, float]]]) -> Table:
-    """Return each mean of gaps at each depth, over the depths with the deviation pooled over them, and its slope.
+    """Return each mean of gaps at each depth, over the depths with the deviation pooled over them, and its slopes.
 
-    gaps: with their luck. Bold: the interval excludes 0 also with the correction for all differences, all means, or all
-    slopes, of the table.
+    The last slope is that of the means of the depths. gaps: with their luck. Bold: the interval excludes 0 also with
+    the correction for all differences, all means, or all slopes, of the table.
     """
     table, depths = [], study.layers
     level, narrow = corrected(len(gaps)), corrected(len(gaps) * len(depths))
@@ -246,8 +246,10 @@ def _over_depths(study: Study, title: str, gaps: Mapping[str, tuple[Gaps, Mappin
         mean = replace(numbers[0], mean=fmean(number.mean for number in numbers), count=len(each), luck=chance)
         shown = [difference_cell(with_interval(number, narrow)) for number in numbers]
         mean_cell = difference_cell(with_interval(mean, level))
-        table.append([Cell(label), *shown, mean_cell, difference_cell(slope(each, level, luck), 4)])
-    return Table([title, *(f"{layers} layers" for layers in depths), "mean", "slope"], table)
+        slopes = slope(each, level, luck), slope(means_of(each), level)
+        table.append([Cell(label), *shown, mean_cell, *(difference_cell(each, 4) for each in slopes)])
+    head = [*(f"{layers} layers" for layers in depths), "mean", "slope", "slope over means of depths"]
+    return Table([title, *head], table)
 
 
 def answers(study: Study) -> Table:
@@ -344,11 +346,10 @@ def best_at(study: Study, layers: int) -> str:
 def against_the_shallowest(study: Study) -> Table:
     """Return how the best model at each other depth differs from vanilla with the fewest layers, by seed."""
     table, first = [], ("vanilla", study.layers[0])
-    for layers in study.layers[1:]:
-        place = best_at(study, layers), layers
+    for place in ((best_at(study, layers), layers) for layers in study.layers[1:]):
         number = over_seeds([loss - study.losses[first][seed] for seed, loss in study.losses[place].items()])
         luck = math.hypot(study.luck[place], study.luck[first])
-        table.append([*cells([str(layers), place[0]]), difference_cell(with_interval(replace(number, luck=luck)))])
+        table.append([*cells([str(place[1]), place[0]]), difference_cell(with_interval(replace(number, luck=luck)))])
     return Table(["layers", "lowest loss", f"minus vanilla with {first[1]} layers"], table)
 
 

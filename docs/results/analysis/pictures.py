@@ -27,7 +27,7 @@ from docs.results.analysis.depth import (
 from docs.results.analysis.differences import with_interval
 from docs.results.analysis.interventions import COSTS
 
-BARS = "error bars: 95% intervals with the luck of the choice of a rate, without a correction for their number"
+BARS = "error bars: 95% intervals, with the luck of the choices, without a correction for their number"
 # of the losses at other rates than the best one
 HIGHEST = 0.2
 # of the differences from vanilla, in both directions
@@ -204,7 +204,9 @@ def draw_completep(study: completep.Study, path: Path, stamp: str) -> None:
     panel.axvline(0, color="0.3", lw=1.3)
     panel.set_yticks(range(len(arms)), [f"{name}: vanilla" if name == "control" else name for name in arms])
     panel.set_ylim(len(arms) - 0.5, -0.5)
-    panel.set_xlabel("validation loss - vanilla's, nats per token, mean of 12 and 24 layers")
+    panel.set_xlabel(
+        f"validation loss - vanilla's, nats per token, mean of {' and '.join(map(str, completep.LAYERS))} layers"
+    )
     legend_below(figure, [panel])
     grid(panel)
     save(figure, path, f"{stamp}; below 0: better than vanilla\n{BARS}")

@@ -77,6 +77,7 @@ def rates(rows: Sequence[Row]) -> Table:
 def draw_rates(rows: Sequence[Row], path: Path) -> None:
     """Draw the loss over the learning rate of each width and depth, a column of panels per parametrization."""
     figure, axes = subplots(2, 9.0, 6.4, rows=2, sharex=True, sharey="row")
+    tried = sorted({float(row.settings["optimizer.lr"]) for row in rows})
     for panels, axis in zip(axes, ("width", "depth"), strict=True):
         for panel, label in zip(panels, LABELS, strict=True):
             for number, task in enumerate(task for task in TASKS if task == BASE or task.startswith(axis)):
@@ -89,11 +90,13 @@ def draw_rates(rows: Sequence[Row], path: Path) -> None:
                     at, lowest = min(points, key=lambda point: point[1])
                     panel.plot([at], [lowest], "o", ms=13, mfc="none", mec="0.3")
             panel.set_xscale("log")
+            panel.set_xticks(tried, [f"{1000 * rate:g}" for rate in tried])
+            panel.minorticks_off()
             panel.set_title(f"{label}: {axis}", fontsize="medium")
             panel.legend(frameon=False, fontsize="small")
             grid(panel)
     for panel in axes[-1]:
-        panel.set_xlabel("peak learning rate of the base size")
+        panel.set_xlabel("peak learning rate of the base size, in thousandths")
     figure.supylabel("validation loss", fontsize="medium")
     stamp = "experiment=depthlm/transfer, vanilla, base size nano_60k (4 layers, 32 channels), 188K tokens, one seed"
     save(figure, path, f"{stamp}; rings: the lowest loss of a curve")

@@ -116,12 +116,12 @@ def test_the_slopes_of_the_page_are_those_of_a_computation_from_the_records_alon
     gaps, luck = drawn(*models)
     x = np.log2([6, 12, 24, 48])
     weights = (x - x.mean()) / ((x - x.mean()) ** 2).sum()
-    slope = float(weights @ gaps.mean(1))
-    residuals = gaps - gaps.mean() - slope * (x - x.mean())[:, None]
+    expected = float(weights @ gaps.mean(1))
+    residuals = gaps - gaps.mean() - expected * (x - x.mean())[:, None]
     error = math.sqrt((residuals**2).sum() / 10 / 3 / ((x - x.mean()) ** 2).sum())
     # the table of Student's t for ten degrees of freedom
     half = math.hypot(2.228 * error, 1.96 * float(np.std(weights @ luck)))
-    assert printed(block, row, column) == pytest.approx([slope, slope - half, slope + half], abs=4e-4)
+    assert printed(block, row, column) == pytest.approx([expected, expected - half, expected + half], abs=4e-4)
 
 
 def test_a_mean_of_the_page_is_that_of_a_computation_from_the_records_alone():

@@ -187,8 +187,8 @@ def test_layout_does_not_matter() -> None:
 
 def test_a_weight_of_16_bits_at_an_odd_offset_is_copied() -> None:
     flat = torch.zeros(9, dtype=torch.bfloat16)
-    assert triton_streams.align(flat[1:]).data_ptr() % 4 == 0
-    assert triton_streams.align(flat[2:]).data_ptr() == flat[2:].data_ptr()
+    assert triton_streams.align_words(flat[1:]).data_ptr() % 4 == 0
+    assert triton_streams.align_words(flat[2:]).data_ptr() == flat[2:].data_ptr()
 
 
 def test_unused_outputs_need_no_gradient() -> None:
