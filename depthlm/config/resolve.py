@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from depthlm.config.classes import code_digests
 from depthlm.config.experiment import Experiment
 from depthlm.config.hydra_context import Files, available_groups, compose_raw, hydra_at_conf, state_of_files
-from depthlm.config.keys import check_fields, replace_values, value_of
+from depthlm.config.keys import check_fields, replace_values, value_at, value_of
 from depthlm.config.names import (
     by_importance,
     by_name,
@@ -39,6 +39,7 @@ LENGTHS = ("training.max_steps", "training.max_tokens", "training.max_epochs")
 ALTERNATIVES = (LENGTHS, ("schedule.warmup_ratio", "schedule.warmup_steps"))
 # tokens (bytes) of the standard library to use, and batches of the validation set
 OFFLINE_TOKENS, VALIDATION_BATCHES = 2_000_000, 4
+SET_BY_BUDGET = {"precision", "deepspeed"}
 WIDTHS = ("hidden_size", "intermediate_size", "expert_size", "head_size", "latent_size", "shared_key_size")
 # errors of a composition
 COMPOSING = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
@@ -74,28 +75,45 @@ def shrink_to_budget(config: Config, given: Set[str], overrides: Sequence[str]) 
 
 
 def find_differences(config: Config, overrides: Sequence[str], config_dir: str | Path | None) -> dict[str, str]:
-    """Return the settings that a name has after the seed: overrides of which none can be left out.
+    """Return the settings that a name has after the seed: the fewest of the overrides that compose the configuration.
 
     Mechanism, size, seed and experiment are always composed, since a name or its folder has them.
     """
-    given, values, files = named_settings(overrides), asdict(config), state_of_files(config_dir)
-    needed = {*given}
-    # what may follow from others comes first
-    for name in sorted(given, key=lambda name: (*_rank(name), name)):
-        kept = needed - {name}
-        texts = tuple(text for text in overrides if all(n in kept or n not in given for n in given_names([text])))
-        composed = _compose_from(texts, config_dir, files)
+    given, values = named_settings(overrides), asdict(config)
+    # an alternative that is given replaces it
+    given = {name: text for name, text in given.items() if text != "null" or not _alternatives(name) & given.keys()}
+    files = state_of_files(config_dir)
+    options = {name for name in given if not is_key(name)} - (SET_BY_BUDGET if "budget" in given else set())
+    # composing an option takes long, so these are compared with those of the experiment alone, which all points share
+    own = tuple(text for text in overrides if "experiment" in given_names([text]))
+    plain = _compose_from(own, config_dir, files) if options else None
+    needed = {name for name in options if plain is None or not _is_same(name, plain, values)}
+    guessed: set[str] = set()
+
+    def compose_with(names: Set[str]) -> dict[str, Any] | None:
+        rest = [text for text in overrides if all(n in names or n not in given for n in given_names([text]))]
+        return _compose_from(tuple(rest), config_dir, files)
+
+    while needed != given.keys():
+        composed = compose_with(needed)
         if composed is not None and not compare(composed, values):
-            needed = kept
+            break
+        unlike = {name for name in given.keys() - needed if composed is None or not _is_same(name, composed, values)}
+        # a budget may have replaced a length
+        wanted = unlike or given.keys() & {*LENGTHS} - needed or given.keys() - needed
+        # what others follow from comes first
+        first = min(map(_rank, wanted))
+        chosen = {name for name in wanted if _rank(name) == first}
+        needed |= chosen
+        guessed |= chosen - unlike
+    for name in sorted(guessed):
+        composed = compose_with(needed - {name})
+        if composed is not None and not compare(composed, values):
+            needed.discard(name)
     return {name: named_value(values, name, given[name]) for name in by_importance(needed)}
 
 
-def _rank(name: str) -> tuple[bool, bool, bool]:
-    """Return the place of a setting among those that may follow from others: keys, the size, options, the budget."""
-    return name == "budget", not is_key(name), name.startswith(("size.", "parametrization."))
-
-
-@functools.lru_cache(maxsize=8192)
+@functools.lru_cache(maxsize=1024)
 def _compose_from(overrides: tuple[str, ...], config_dir: str | Path | None, files: Files) -> dict[str, Any] | None:
     """Return the values that overrides compose, before those that follow from the tokenizer; None for invalid ones."""
     with hydra_at_conf(), suppress(*COMPOSING):
@@ -104,6 +122,25 @@ def _compose_from(overrides: tuple[str, ...], config_dir: str | Path | None, fil
             names = given_names(overrides)
             return asdict(with_base_size(shrink_to_budget(config, names, overrides), names, config_dir))
     return None
+
+
+def _alternatives(name: str) -> set[str]:
+    return {other for names in ALTERNATIVES if name in names for other in names} - {name}
+
+
+def _is_same(name: str, values: dict[str, Any], others: dict[str, Any]) -> bool:
+    """Return whether two configurations have the same value of a key, or the same option of a group."""
+    if is_key(name):
+        return bool(value_at(values, name) == value_at(others, name))
+    names = [value_at(v, f"{name}.name") for v in (values, others)]
+    return names[0] == names[1] and (names[0] is not None or value_at(values, name) == value_at(others, name))
+
+
+def _rank(name: str) -> int:
+    """Return the place of a setting among those that others may follow from: a budget, other options, the size."""
+    return (
+        0 if name == "budget" else 1 if not is_key(name) else 2 if name.startswith(("size.", "parametrization.")) else 3
+    )
 
 
 def resolve_saved(config: Config, saved: Config, overrides: Sequence[str], config_dir: str | Path | None) -> Config:
