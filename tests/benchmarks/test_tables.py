@@ -35,6 +35,24 @@ def test_step_times_are_those_of_the_variants_in_the_experiment(size):
         assert overheads[variants[label]] == pytest.approx(printed, abs=0.01)
 
 
+def test_presets_are_timed_beside_vanilla_and_one_that_fails_has_a_line(tmp_path):
+    def build(name):
+        if name == "broken":
+            raise RuntimeError("out of memory")
+        return {"step": lambda: None}
+
+    results, file = {}, tmp_path / "results.json"
+    status = mechanisms.measure_presets(
+        ["dca", "broken"], build, lambda name, seconds: {"turns": len(seconds["step"][0])}, 2, results, file
+    )
+    assert status == 1
+    assert json.loads(file.read_text())["presets"] == results["presets"]
+    assert {name: line.get("turns") for name, line in results["presets"].items()} == {
+        "vanilla": 2, "dca": 2, "broken": None
+    }  # fmt: skip
+    assert "out of memory" in results["presets"]["broken"]["error"]
+
+
 @pytest.mark.parametrize(
     ("script", "results", "page"),
     [

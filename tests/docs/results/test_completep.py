@@ -1,6 +1,7 @@
 """The analysis of the study of CompleteP, on made-up losses whose answers are known."""
 
 import itertools
+import json
 import math
 
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 from depthlm.report.rows import Measured
 from depthlm.sweeps.points import check_points
 from docs.results.analysis import completep
+from docs.results.analysis.archive import ARCHIVE
 from docs.results.analysis.completep import LABELS, LAYERS, MECHANISMS, SEEDS, Study, chance_of, holm
 from docs.results.analysis.pictures import draw_completep
 
 from ...pictures import keep_figures
+from .test_depth import printed
 
 
 def made_up(gains: dict[str, tuple[float, float]], noise: float = 0.004, luck: float = 0.0) -> Study:
@@ -108,3 +111,50 @@ def test_holm_stops_at_the_first_comparison_that_is_not_shown():
     # the limits are 0.0125, 0.0167, 0.025 and 0.05
     assert holm({"a": 0.001, "b": 0.03, "c": 0.04, "d": 0.016}) == {"a", "d"}
     assert holm({"a": 0.001, "b": 0.02, "c": 0.04, "d": 0.016}) == {"a", "b", "c", "d"}
+
+
+def drawn(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The gaps to vanilla by parametrization [label, seed], and draws of the luck of the choices [label, draw]."""
+    cells: dict[tuple[str, str, int], dict[float, dict[int, float]]] = {}
+    for line in map(json.loads, (ARCHIVE / "completep.jsonl").read_text().splitlines()):
+        values = line["settings"]
+        place = values["model.name"], values.get("parametrization.name", "standard"), values["size.num_layers"]
+        by_seed = cells.setdefault(place, {}).setdefault(values["optimizer.lr"], {})
+        by_seed[values.get("seed", 1)] = line["summary"]["validation_loss"]
+    rng, gaps, luck = np.random.default_rng(1), np.zeros((2, 6)), np.zeros((2, 20_000))
+    for model, sign, first in ((name, 1, 1), ("vanilla", -1, 1)):
+        if model == "control":
+            model, first = "vanilla", 7
+        reports = [r for place in cells if place[0] == model for r in cells[place].values() if 1 in r]
+        variances = [np.var([loss for seed, loss in report.items() if seed < 20], ddof=1) for report in reports]
+        for label, layers in itertools.product((0, 1), LAYERS):
+            by_rate = cells[model, ("standard", "completep")[label], layers]
+            (chosen,) = [losses for losses in by_rate.values() if 1 in losses]
+            gaps[label] += sign * np.array([chosen[first + seed] for seed in range(6)]) / 2
+            means = np.array([(losses[21] + losses[22]) / 2 for losses in by_rate.values()])
+            noise = rng.normal(means, math.sqrt(np.mean(variances) / 2), (luck.shape[1], len(means)))
+            luck[label] += (name != "control") * sign * means[noise.argmin(1)] / 2
+    return gaps, luck
+
+
+@pytest.mark.parametrize("name", [*MECHANISMS, "control"])
+def test_the_answers_of_the_page_are_those_of_a_computation_from_the_records_alone(name):
+    if not (shown := printed("completep", name, 3)):
+        pytest.skip("its runs are not complete")
+    (standard, rescaled), (luck, other) = drawn(name)
+
+    def half_width(values: np.ndarray, chance: np.ndarray) -> float:
+        # the table of Student's t for five degrees of freedom
+        return math.hypot(2.571 * values.std(ddof=1) / math.sqrt(6), 1.96 * float(chance.std()))
+
+    change = rescaled - standard
+    half = half_width(change, other - luck)
+    assert shown == pytest.approx([change.mean(), change.mean() - half, change.mean() + half], abs=1.5e-3)
+    if share := printed("completep", name, 4):
+        # the shares with which the gain that is left may be 0
+        possible = [
+            r
+            for r in np.arange(-5, 5, 0.005)
+            if abs((rescaled - r * standard).mean()) <= half_width(rescaled - r * standard, other - r * luck)
+        ]
+        assert share == pytest.approx([rescaled.mean() / standard.mean(), possible[0], possible[-1]], abs=0.03)
