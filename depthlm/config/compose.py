@@ -14,22 +14,24 @@ from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.classes import code_digests
 from depthlm.config.from_run import (
+    MOMENTARY,
+    check_classes,
     check_origin,
+    compose_on,
     config_file_of,
     own_overrides,
     place_derived,
-    raw_from_file,
-    raw_from_run,
+    refuse_protocol,
     run_of,
 )
 from depthlm.config.hydra_context import Files, compose_raw, hydra_at_conf, ignored_files, keep_text, state_of_files
 from depthlm.config.keys import check_fields, replace_values
 from depthlm.config.names import given_names
 from depthlm.config.resolve import resolve, resolve_saved
-from depthlm.config.saved import load_config
+from depthlm.config.saved import load_config, read_config
 from depthlm.config.schema import Config
 from depthlm.config.validate.checks import check_together
-from depthlm.config.validate.explain import explain_overrides, is_odd
+from depthlm.config.validate.explain import Compose, explain_overrides, is_odd
 from depthlm.config.validate.machine import check_machine, check_starts
 from depthlm.errors import ConfigError
 from depthlm.locations import CONF
@@ -75,7 +77,11 @@ def _compose_unchecked(overrides: tuple[str, ...], config_dir: str | Path | None
 
 def resolve_and_check(raw: DictConfig, overrides: Sequence[str], config_dir: str | Path | None = None) -> Config:
     """Return a configuration that Hydra composed, resolved and checked for this machine. Raises ConfigError."""
-    return _resolve_and_check(_check_raw(raw, overrides), overrides, None, config_dir, here=True)
+    keep_text(raw, OverridesParser.create().parse_overrides(list(overrides)))
+    config, errors = check_fields(raw)
+    if config is None:
+        raise ConfigError(errors)
+    return _resolve_and_check(config, overrides, None, config_dir, here=True)
 
 
 def mechanisms(config_dir: str | Path | None = None) -> list[str]:
@@ -95,30 +101,30 @@ def _compose_fields(overrides: Sequence[str], config_dir: str | Path | None) -> 
             [f"{file}: depthlm has a file of this name, which Hydra reads instead; rename it" for file in hidden]
         )
     file, run = config_file_of(overrides), run_of(overrides)
+    saved: Config | None = None
+    texts: Sequence[str] = overrides
+    compose: Compose = compose_raw
+    refused: dict[str, str] = {}
     if file is not None:
-        resolved = _check_raw(raw_from_file(file, overrides), overrides)
-        return resolved, resolved
-    if run is not None:
+        saved = read_config(file, str(file))
+    elif run is not None:
         saved = load_config(run)
-        return _check_raw(raw_from_run(run, saved, overrides, config_dir), overrides), saved
+        check_classes(run, saved, overrides)
+        refused = refuse_protocol(overrides)
+    if saved is not None:
+        base = saved if run is None else replace_values(saved, MOMENTARY)
+        texts, compose = own_overrides(overrides), functools.partial(compose_on, base)
     with hydra_at_conf():
         config: Config | None = None
         errors: list[str] = []
         with suppress(HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError):
-            config, errors = check_fields(compose_raw(overrides, config_dir))
-        if config is None or any(map(is_odd, overrides)):
-            errors = explain_overrides(overrides, config_dir, compose_raw) or errors
+            config, errors = check_fields(compose(texts, config_dir))
+        if config is None or refused or any(map(is_odd, texts)):
+            allowed = [text for text in texts if text not in refused]
+            errors = [*refused.values(), *explain_overrides(allowed, config_dir, compose)] or errors
     if config is None or errors:
         raise ConfigError(errors)
-    return config, None
-
-
-def _check_raw(raw: DictConfig, overrides: Sequence[str]) -> Config:
-    keep_text(raw, OverridesParser.create().parse_overrides(own_overrides(overrides)))
-    config, errors = check_fields(raw)
-    if config is None:
-        raise ConfigError(errors)
-    return config
+    return config, config if file is not None else saved
 
 
 def _resolve(

@@ -3,24 +3,17 @@
 from collections.abc import Sequence, Set
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from depthlm.config.classes import check_trusted, targets
-from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf
-from depthlm.config.keys import keys
-from depthlm.config.names import by_importance, by_name, changed_settings, is_difference, join_name
+from depthlm.config.hydra_context import apply_values, available_groups, compose_raw, open_names
+from depthlm.config.names import by_importance, by_name, changed_settings, given_names, is_difference, join_name
 from depthlm.config.resolve import LENGTHS
-from depthlm.config.saved import as_text, check_reach, fixed_changes, load_config, read_config
+from depthlm.config.saved import as_text, check_reach, fixed_changes, load_config
 from depthlm.config.schema import Config
-from depthlm.config.validate.explain import OPEN, explain_overrides, not_an_override, one_line
-from depthlm.errors import ConfigError, UserError, nearest
+from depthlm.errors import ConfigError, UserError
 from depthlm.run_directory import RunDirectory
 
 RUN, FILE, TRUST = "run=", "config=", "trust="
@@ -58,57 +51,45 @@ def config_file_of(overrides: Sequence[str]) -> Path | None:
     return Path(files[0]) if files else None
 
 
-def raw_from_file(file: Path, overrides: Sequence[str]) -> DictConfig:
-    """Return the resolved configuration in a file, with keys of a single invocation on top, unchecked.
-
-    Raises UserError if the file cannot be read; ConfigError for invalid overrides.
-    """
-    raw = OmegaConf.create(as_text(asdict(read_config(file, str(file)))))
-    _, values, errors = _parse([text for text in overrides if not text.startswith(FILE)], None)
-    for text, override in values:
-        errors += _set(raw, text, override)
-    if errors:
-        raise ConfigError(errors)
-    return raw
-
-
 def own_overrides(overrides: Sequence[str]) -> list[str]:
     """Return the overrides without `run=`, `config=` and `trust=`, which are not keys of the configuration."""
     return [text for text in overrides if not text.startswith((RUN, FILE, TRUST))]
 
 
-def raw_from_run(run: Path, saved: Config, overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
-    """Return the configuration `saved` of a run with overrides on top, unchecked.
+def compose_on(saved: Config, overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
+    """Return a resolved configuration with overrides on top, unchecked. Call it only inside `hydra_at_conf`.
 
-    A group (`schedule=wsd`) replaces the whole group of the run, and a key replaces its value.
-
-    Raises UserError if one of its classes is from a module that `trust=` does not name; ConfigError with all invalid
-    overrides.
+    A group (`schedule=wsd`) replaces the whole group, and a key replaces its value. Raises as `compose_raw` does.
     """
-    groups, values, errors = _parse(own_overrides(overrides), config_dir)
+    parsed = OverridesParser.create().parse_overrides(open_names(overrides, settings=True))
+    available = available_groups(config_dir)
+    groups = [override for override in parsed if override.key_or_group in available]
     raw = OmegaConf.create(as_text(asdict(saved)))
     OmegaConf.set_struct(raw, True)
-    for name, default in MOMENTARY.items():
-        OmegaConf.update(raw, name, default)
-    with hydra_at_conf():
-        try:
-            chosen = compose_raw([text for text, _ in groups], config_dir)
-            for _, override in groups:
-                name = override.key_or_group.replace("/", ".")
-                OmegaConf.update(raw, name, OmegaConf.select(chosen, name), merge=False, force_add=True)
-        except (HydraException, OmegaConfBaseException, YAMLError, ValueError):
-            errors += explain_overrides([text for text, _ in groups], config_dir, compose_raw)
-    for text, override in values:
-        errors += _set(raw, text, override)
-    errors += [error for text, override in values for error in _find_unresolved(raw, text, override)]
-    if errors:
-        raise ConfigError(errors)
+    options = compose_raw([str(override.input_line) for override in groups], config_dir)
+    for override in groups:
+        name = override.key_or_group.replace("/", ".")
+        OmegaConf.update(raw, name, OmegaConf.select(options, name), merge=False, force_add=True)
+    apply_values(raw, [override for override in parsed if override not in groups])
+    return raw
+
+
+def refuse_protocol(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the overrides that cannot change a complete configuration, each with its mistake."""
+    return {
+        text: f"{text}: not with run=, whose configuration is complete; leave out run= to compose it from scratch"
+        for text in overrides
+        if not given_names([text]).isdisjoint(PROTOCOL)
+    }
+
+
+def check_classes(run: Path, saved: Config, overrides: Sequence[str]) -> None:
+    """Raise UserError if a class of a run is from a module that neither `trust=` nor the overrides name."""
     named = named_keys(overrides)
     classes = targets(saved.model) | {"optimizer": saved.optimizer._target_}
     check_trusted(
         {key: name for key, name in classes.items() if not _names(named, key)}, read_trust(overrides), str(run)
     )
-    return raw
 
 
 def check_origin(run: Path, saved: Config, overrides: Sequence[str]) -> None:
@@ -127,8 +108,7 @@ def read_trust(overrides: Sequence[str]) -> list[str]:
 
 def named_keys(overrides: Sequence[str]) -> set[str]:
     """Return the keys and groups that the overrides set, by dotted name."""
-    parsed = OverridesParser.create().parse_overrides(own_overrides(overrides))
-    return {override.key_or_group.replace("/", ".") for override in parsed}
+    return {name.replace("/", ".") for name in given_names(own_overrides(overrides))}
 
 
 def changes(run: Path, config: Config) -> dict[str, str]:
@@ -161,65 +141,6 @@ def place_derived(run: Path, saved: Config, config: Config, overrides: Sequence[
 def _changes(saved: Config, config: Config) -> dict[str, str]:
     extending = {*LENGTHS} if config.resume == "extend" else set()
     return {name: text for name, text in fixed_changes(saved, config).items() if name not in extending}
-
-
-def _parse(
-    overrides: Sequence[str], config_dir: str | Path | None
-) -> tuple[list[tuple[str, Override]], list[tuple[str, Override]], list[str]]:
-    """Split the overrides into those of groups, those of keys, and error messages."""
-    available = available_groups(config_dir)
-    groups, values, errors = [], [], []
-    for text in overrides:
-        try:
-            override = OverridesParser.create().parse_override(text)
-        except HydraException:
-            errors.append(not_an_override(text))
-            continue
-        name = override.key_or_group
-        if name in PROTOCOL:
-            errors.append(
-                f"{text}: not with run=, whose configuration is complete; leave out run= to compose it from scratch"
-            )
-        elif override.is_delete():
-            errors.append(f"{text}: not with run=; set the key to another value")
-        elif override.is_sweep_override():
-            errors.append(f"{text}: several values; run= starts one run, so give one value")
-        elif override.value() == {}:
-            errors.append(f"{text}: sets nothing; give the keys inside it, or leave it out")
-        elif name in available and not _names_options(override.value()):
-            errors.append(f"{text}: must be an option of the group {name}; give the keys inside it one by one")
-        elif name in available:
-            groups.append((text, override))
-        else:
-            values.append((text, override))
-    return groups, values, errors
-
-
-def _names_options(value: Any) -> bool:
-    """Return whether the value of a group is an option, or a list of them, as in tracker=[wandb,tensorboard]."""
-    return all(isinstance(element, str) for element in (value if isinstance(value, list) else [value]))
-
-
-def _set(raw: DictConfig, text: str, override: Override) -> list[str]:
-    name, known = override.key_or_group, keys()
-    if name not in known and not name.startswith(OPEN):
-        return [f"{text}: no such key{nearest(name, known)}"]
-    try:
-        OmegaConf.update(raw, name, override.value(), merge=False, force_add=name.startswith(OPEN))
-    except OmegaConfBaseException as error:
-        return [f"{text}: {one_line(error).removeprefix(f'{name}: ')}"]
-    if name in known and "${" not in str(override.value()) and not known[name].allows(override.value()):
-        return [f"{text}: must be {known[name].wanted}"]
-    return []
-
-
-def _find_unresolved(raw: DictConfig, text: str, override: Override) -> list[str]:
-    """Return why the value cannot be resolved, if it is an invalid interpolation."""
-    try:
-        OmegaConf.select(raw, override.key_or_group)
-    except OmegaConfBaseException as error:
-        return [f"{text}: {one_line(error).removeprefix(f'{override.key_or_group}: ')}"]
-    return []
 
 
 def _names(named: Set[str], key: str) -> bool:

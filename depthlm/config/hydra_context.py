@@ -54,9 +54,14 @@ def compose_raw(overrides: Sequence[str], config_dir: str | Path | None) -> Dict
     options = _options(folder, files)
     groups = [override for override in parsed if _is_composed(override, options)]
     raw = pickle.loads(_compose_groups(tuple(str(override.input_line) for override in groups), folder, files))
-    ConfigLoaderImpl._apply_overrides_to_config([override for override in parsed if override not in groups], raw)
-    keep_text(raw, parsed)
+    apply_values(raw, [override for override in parsed if override not in groups])
     return raw
+
+
+def apply_values(raw: DictConfig, overrides: list[Override]) -> None:
+    """Set keys of a composed configuration, in place. Raises HydraException or OmegaConfBaseException."""
+    ConfigLoaderImpl._apply_overrides_to_config(overrides, raw)
+    keep_text(raw, overrides)
 
 
 def config_dir_of(hydra_settings: Any) -> str | None:

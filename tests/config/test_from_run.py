@@ -177,11 +177,11 @@ def test_all_mistakes_are_reported_together():
     given = {
         "budget=smoke": "budget=smoke: not with run=",
         "experiment=moda/variants": "experiment=moda/variants: not with run=",
-        "~seed": "~seed: not with run=",
+        "~seed": "~seed: a key cannot be removed",
         "seed=range(1,3)": "seed=range(1,3): several values",
         "foo": "foo: not an override",
         "size=nano": "size=nano: no such size; allowed: 1.5b",
-        "schedule={min_lr_ratio: 0}": "schedule={min_lr_ratio: 0}: must be an option of the group",
+        "schedule={min_lr_ratio: 0}": "schedule={min_lr_ratio: 0}: no such schedule; allowed: ",
         "tracker={}": "tracker={}: sets nothing",
         "optimizer.lr=true": "optimizer.lr=true: must be a number",
         "optimizer.rl=1": "optimizer.rl=1: no such key; did you mean `optimizer.lr`?",
@@ -190,9 +190,7 @@ def test_all_mistakes_are_reported_together():
         "optimizer.eps=${nope.x}": "optimizer.eps=${nope.x}: ",
     }
     reported = mistakes(*given)
-    missing = {wanted for wanted in given.values() if not any(error.startswith(wanted) for error in reported)}
-    # the value of a source is checked only if the run has that source
-    assert missing == {"data.sources.a.weight=x: "}
+    assert [wanted for wanted in given.values() if not any(error.startswith(wanted) for error in reported)] == []
 
 
 def test_run_goes_with_no_sweep_and_names_exactly_one_directory():
