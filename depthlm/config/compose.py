@@ -21,6 +21,7 @@ from depthlm.config.from_run import (
     config_file_of,
     own_overrides,
     place_derived,
+    read_trust,
     refuse_protocol,
     run_of,
 )
@@ -107,13 +108,12 @@ def _compose_fields(overrides: Sequence[str], config_dir: str | Path | None) -> 
     refused: dict[str, str] = {}
     if file is not None:
         saved = read_config(file, str(file))
+        texts, compose = own_overrides(overrides), functools.partial(compose_on, saved, lambda named: None)
     elif run is not None:
-        saved = load_config(run)
-        check_classes(run, saved, overrides)
-        refused = refuse_protocol(overrides)
-    if saved is not None:
-        base = saved if run is None else replace_values(saved, MOMENTARY)
-        texts, compose = own_overrides(overrides), functools.partial(compose_on, base)
+        saved, refused = load_config(run), refuse_protocol(overrides)
+        check = functools.partial(check_classes, run, saved, read_trust(overrides))
+        texts = own_overrides(overrides)
+        compose = functools.partial(compose_on, replace_values(saved, MOMENTARY), check)
     with hydra_at_conf():
         config: Config | None = None
         errors: list[str] = []

@@ -1,6 +1,6 @@
 """Configurations that Hydra does not compose: `run=<directory>` with overrides on top, and `config=<file>` alone."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -56,12 +56,17 @@ def own_overrides(overrides: Sequence[str]) -> list[str]:
     return [text for text in overrides if not text.startswith((RUN, FILE, TRUST))]
 
 
-def compose_on(saved: Config, overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
+def compose_on(
+    saved: Config, check: Callable[[Set[str]], None], overrides: Sequence[str], config_dir: str | Path | None
+) -> DictConfig:
     """Return a resolved configuration with overrides on top, unchecked. Call it only inside `hydra_at_conf`.
 
     A group (`schedule=wsd`) replaces the whole group, and a key replaces its value. Raises as `compose_raw` does.
+
+    check: raises for classes of the saved configuration; called with the keys and groups that the overrides set.
     """
     parsed = OverridesParser.create().parse_overrides(open_names(overrides, settings=True))
+    check({override.key_or_group.replace("/", ".") for override in parsed if not override.is_delete()})
     available = available_groups(config_dir)
     groups = [override for override in parsed if override.key_or_group in available]
     raw = OmegaConf.create(as_text(asdict(saved)))
@@ -83,13 +88,13 @@ def refuse_protocol(overrides: Sequence[str]) -> dict[str, str]:
     }
 
 
-def check_classes(run: Path, saved: Config, overrides: Sequence[str]) -> None:
-    """Raise UserError if a class of a run is from a module that neither `trust=` nor the overrides name."""
-    named = named_keys(overrides)
+def check_classes(run: Path, saved: Config, trust: Sequence[str], named: Set[str]) -> None:
+    """Raise UserError if a class of a run is from a module that `trust=` does not name, unless it is replaced.
+
+    named: the keys and groups that the overrides set.
+    """
     classes = targets(saved.model) | {"optimizer": saved.optimizer._target_}
-    check_trusted(
-        {key: name for key, name in classes.items() if not _names(named, key)}, read_trust(overrides), str(run)
-    )
+    check_trusted({key: name for key, name in classes.items() if not _names(named, key)}, trust, str(run))
 
 
 def check_origin(run: Path, saved: Config, overrides: Sequence[str]) -> None:

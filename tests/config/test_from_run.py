@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 from pathlib import Path
 
 import pytest
@@ -248,9 +249,15 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_mechanism_of_the_user_is_imported_only_if_it_is_trusted_or_named(mine):
+    sys.modules.pop("my_depth")
     for overrides in ([], ["trust=my_dep"], ["seed=2"]):
         with pytest.raises(UserError, match=r"model\.connection is from my_depth\. .* add trust="):
             from_run(*overrides)
+    # nor to explain a mistake of what would replace it
+    for text in ("model=mine", "~model", "model/connection=[", "model.connection._target_="):
+        with pytest.raises((UserError, ConfigError)):
+            from_run(text)
+    assert "my_depth" not in sys.modules
     for overrides in (["trust=[other,my_depth]"], ["trust=other", "trust=my_depth"]):
         config = from_run(*overrides)
         assert (config.model.connection["_target_"], config.output_dir) == ("my_depth.Mine", BASE)
