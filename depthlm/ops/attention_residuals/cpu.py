@@ -1,6 +1,6 @@
 """`depth_attend` in PyTorch, chunk by chunk. Each source is loaded once for all reads.
 
-On a CPU, 8 reads are 8 to 16 times as fast as the definition (benchmarks/kernels.py, fp32, forward and backward).
+On a CPU, 8 reads are 7 to 12 times as fast as the definition (benchmarks/kernels.py, fp32, forward and backward).
 
 Shapes: s reads, n sources, p positions (any leading dimensions), c positions of a chunk, d width.
 """

@@ -1,6 +1,6 @@
 """`gated_reads` in PyTorch, chunk by chunk. Each source is loaded once for all reads.
 
-On a CPU it is 2.3 times as fast as the definition (benchmarks/kernels.py, fp32, forward and backward).
+On a CPU it is 1.7 times as fast as the definition (benchmarks/kernels.py, fp32, forward and backward).
 
 Shapes: s reads, n sources, p positions (any leading dimensions), c positions of a chunk, d width.
 """

@@ -1,6 +1,6 @@
 """The write of one mHC sublayer and the read of the next in PyTorch, from operators on n parallel residual streams.
 
-On a CPU it is 1.8 times as fast as the definition (benchmarks/kernels.py, fp32, forward and backward).
+On a CPU it is 1.6 to 2.1 times as fast as the definition (benchmarks/kernels.py, fp32, forward and backward).
 
 Shapes: b batch, t tokens, n streams, i new stream, j old stream, d hidden size, w any width, m width of a projection.
 """
