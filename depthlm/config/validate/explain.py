@@ -79,7 +79,7 @@ def _mistake_of(override: Override) -> str | None:
     if override.is_interval_sweep():
         return f"an interval lists no values; write {name}=a,b, or add hydra/sweeper=optuna"
     if override.is_sweep_override():
-        return "several values; add -m to train each, or write [a,b] for a list"
+        return "several values; add -m to train each (without run=), or write [a,b] for a list"
     if override.is_add() and name in keys():
         return "the key has a value already; leave out the +"
     return None
