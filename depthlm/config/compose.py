@@ -104,24 +104,24 @@ def _compose_fields(overrides: Sequence[str], config_dir: str | Path | None) -> 
     file, run = config_file_of(overrides), run_of(overrides)
     saved: Config | None = None
     texts: Sequence[str] = overrides
-    compose: Compose = compose_raw
+    compose_texts: Compose = compose_raw
     refused: dict[str, str] = {}
     if file is not None:
         saved = read_config(file, str(file))
-        texts, compose = own_overrides(overrides), functools.partial(compose_on, saved, lambda named: None)
+        texts, compose_texts = own_overrides(overrides), functools.partial(compose_on, saved, lambda named: None)
     elif run is not None:
         saved, refused = load_config(run), refuse_protocol(overrides)
         check = functools.partial(check_classes, run, saved, read_trust(overrides))
         texts = own_overrides(overrides)
-        compose = functools.partial(compose_on, replace_values(saved, MOMENTARY), check)
+        compose_texts = functools.partial(compose_on, replace_values(saved, MOMENTARY), check)
     with hydra_at_conf():
         config: Config | None = None
         errors: list[str] = []
         with suppress(HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError):
-            config, errors = check_fields(compose(texts, config_dir))
+            config, errors = check_fields(compose_texts(texts, config_dir))
         if config is None or refused or any(map(is_odd, texts)):
             allowed = [text for text in texts if text not in refused]
-            errors = [*refused.values(), *explain_overrides(allowed, config_dir, compose)] or errors
+            errors = [*refused.values(), *explain_overrides(allowed, config_dir, compose_texts)] or errors
     if config is None or errors:
         raise ConfigError(errors)
     return config, config if file is not None else saved

@@ -66,7 +66,9 @@ def compose_on(
     check: raises for classes of the saved configuration; called with the keys and groups that the overrides set.
     """
     parsed = OverridesParser.create().parse_overrides(open_names(overrides, settings=True))
-    check({override.key_or_group.replace("/", ".") for override in parsed if not override.is_delete()})
+    # a group of settings is merged into that of the run, whose class stays
+    named = [each for each in parsed if not each.is_delete() and not isinstance(each.value(), dict)]
+    check({override.key_or_group.replace("/", ".") for override in named})
     available = available_groups(config_dir)
     groups = [override for override in parsed if override.key_or_group in available]
     raw = OmegaConf.create(as_text(asdict(saved)))

@@ -254,7 +254,13 @@ def test_a_mechanism_of_the_user_is_imported_only_if_it_is_trusted_or_named(mine
         with pytest.raises(UserError, match=r"model\.connection is from my_depth\. .* add trust="):
             from_run(*overrides)
     # nor to explain a mistake of what would replace it
-    for text in ("model=mine", "~model", "model/connection=[", "model.connection._target_="):
+    for text in (
+        "model=mine",
+        "~model",
+        "model/connection=[",
+        "model.connection._target_=",
+        "++model.connection={n: 2}",
+    ):
         with pytest.raises((UserError, ConfigError)):
             from_run(text)
     assert "my_depth" not in sys.modules
