@@ -122,8 +122,8 @@ def moda(make: Callable[..., Tensor], b: int, t: int, d: int) -> Case:
 
     def ours() -> list[Tensor]:
         q_bhte = q_btkge.flatten(2, 3).transpose(1, 2)
-        context_bhte = merged_attention(q_bhte, k_btke.transpose(1, 2), v_btke.transpose(1, 2), depth)
-        return [context_bhte.transpose(1, 2)]
+        attended_bhte = merged_attention(q_bhte, k_btke.transpose(1, 2), v_btke.transpose(1, 2), depth)
+        return [attended_bhte.transpose(1, 2)]
 
     # they take the queries of a group as positions of one head, and the entries of a position one after the other
     cached = [torch.stack(x, dim=2).flatten(1, 2) for x in (entries[:n], entries[n:])]

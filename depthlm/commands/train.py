@@ -17,9 +17,8 @@ from omegaconf import DictConfig
 import depthlm
 from depthlm.commands.exits import exit_on_mistake
 from depthlm.commands.help import print_help
-from depthlm.config import Config, changes, run_of
+from depthlm.config import Config, changes, read_sources
 from depthlm.config.compose import compose
-from depthlm.config.from_run import config_file_of
 from depthlm.config.hydra_context import config_dir_of, flags_parser, open_names
 from depthlm.config.names import by_name, experiment_of
 from depthlm.config.resolve import LENGTHS
@@ -101,7 +100,7 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
         raise UserError(f"{' and '.join(given)}: give only one of them")
     if parsed.resolve and not parsed.cfg:
         raise UserError("--resolve: only valid with --cfg job")
-    if parsed.info and not is_composed(parsed.overrides):
+    if parsed.info and not read_sources(parsed.overrides).from_scratch:
         raise UserError(
             "--info: not with run= or config=, which Hydra does not compose; --cfg job prints the configuration"
         )
@@ -116,18 +115,13 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
     )
 
 
-def is_composed(overrides: Sequence[str]) -> bool:
-    """Return whether Hydra composes the overrides, since they do not start from a resolved configuration."""
-    return run_of(overrides) is None and config_file_of(overrides) is None
-
-
 def check_command_line(line: CommandLine) -> Config | None:
     """Return the configuration of a run, or None for a sweep.
 
     Raises UserError with all mistakes in the overrides, including those of every point of a sweep.
     """
     errors = [f"{text}: {why}" for text in line.overrides for key, why in FIXED.items() if text.startswith(key)]
-    if not line.multirun and is_composed(line.overrides):
+    if not line.multirun and read_sources(line.overrides).from_scratch:
         errors += _experiment_errors(line)
     if errors and not line.multirun:
         raise ConfigError(errors)
@@ -154,12 +148,13 @@ def train_run(config: Config, line: CommandLine, program: str) -> None:
 
     Returns if Hydra itself must compose it: to show the configuration, or because of overrides of Hydra's settings.
     """
-    run = run_of(line.overrides)
-    if is_composed(line.overrides) and (line.shows or any(text.startswith("hydra") for text in line.overrides)):
+    sources = read_sources(line.overrides)
+    if sources.from_scratch and (line.shows or any(text.startswith("hydra") for text in line.overrides)):
         return
     if line.shows:
         print(config_text(config), end="")
         sys.exit(0)
+    run = sources.run
     changed = {} if run is None else changes(run, config)
     if changed and is_rank_0():
         exists = RunDirectory.of(config.output_dir).config.is_file()

@@ -1,7 +1,7 @@
 """Configuration: the schema, and the composition of overrides into a checked `Config`."""
 
 from depthlm.config.compose import compose, mechanisms, resolve_and_check
-from depthlm.config.from_run import changes, run_of
+from depthlm.config.from_run import changes, read_sources
 from depthlm.config.protocol import prepare_command
 from depthlm.config.schema import Config, run_steps, warmup_steps
 from depthlm.errors import ConfigError
@@ -13,8 +13,8 @@ __all__ = [
     "compose",
     "mechanisms",
     "prepare_command",
+    "read_sources",
     "resolve_and_check",
-    "run_of",
     "run_steps",
     "warmup_steps",
 ]

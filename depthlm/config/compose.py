@@ -15,15 +15,13 @@ from omegaconf.errors import OmegaConfBaseException
 from depthlm.config.classes import code_digests
 from depthlm.config.from_run import (
     MOMENTARY,
+    Sources,
     check_classes,
     check_origin,
     compose_on,
-    config_file_of,
-    own_overrides,
     place_derived,
-    read_trust,
+    read_sources,
     refuse_protocol,
-    run_of,
 )
 from depthlm.config.hydra_context import Files, compose_raw, hydra_at_conf, ignored_files, keep_text, state_of_files
 from depthlm.config.keys import check_fields, replace_values
@@ -52,11 +50,11 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None,
     Raises ConfigError with all mistakes in the overrides; if there are none, with all mistakes across fields. With
     here=True, raises UserError for the run of somebody else that names paths, addresses or services.
     """
-    config, saved = _compose_fields(overrides, config_dir)
-    run = run_of(overrides)
-    if here and run is not None and saved is not None:
-        check_origin(run, saved, overrides)
-    return _resolve_and_check(config, overrides, saved, config_dir, here)
+    sources = _read(overrides, config_dir)
+    config, saved = _compose_fields(sources)
+    if here and saved is not None:
+        check_origin(sources, saved)
+    return _resolve_and_check(config, saved, sources, here)
 
 
 def compose_unchecked(overrides: Sequence[str], config_dir: str | Path | None = None) -> Config:
@@ -72,8 +70,8 @@ def compose_unchecked(overrides: Sequence[str], config_dir: str | Path | None = 
 @functools.lru_cache(maxsize=4096)
 def _compose_unchecked(overrides: tuple[str, ...], config_dir: str | Path | None, files: Files) -> Config:
     # a sweep asks again after each round of its runs
-    config, saved = _compose_fields(overrides, config_dir)
-    return _resolve(config, overrides, saved, config_dir, lambda config: "auto")
+    sources = _read(overrides, config_dir)
+    return _resolve(*_compose_fields(sources), sources, lambda config: "auto")
 
 
 def resolve_and_check(raw: DictConfig, overrides: Sequence[str], config_dir: str | Path | None = None) -> Config:
@@ -82,7 +80,7 @@ def resolve_and_check(raw: DictConfig, overrides: Sequence[str], config_dir: str
     config, errors = check_fields(raw)
     if config is None:
         raise ConfigError(errors)
-    return _resolve_and_check(config, overrides, None, config_dir, here=True)
+    return _resolve_and_check(config, None, Sources(list(overrides), config_dir=config_dir), here=True)
 
 
 def mechanisms(config_dir: str | Path | None = None) -> list[str]:
@@ -91,8 +89,7 @@ def mechanisms(config_dir: str | Path | None = None) -> list[str]:
     return sorted({path.stem for folder in folders for path in (folder / "model").glob("*.yaml")})
 
 
-def _compose_fields(overrides: Sequence[str], config_dir: str | Path | None) -> tuple[Config, Config | None]:
-    """Return the configuration that the overrides compose, and the resolved one that `run=` or `config=` gives."""
+def _read(overrides: Sequence[str], config_dir: str | Path | None) -> Sources:
     if isinstance(overrides, str):
         raise ConfigError([f"overrides={overrides!r}: must be a list, as in {overrides.split()}"])
     if config_dir is not None and not Path(config_dir).is_dir():
@@ -101,18 +98,21 @@ def _compose_fields(overrides: Sequence[str], config_dir: str | Path | None) -> 
         raise ConfigError(
             [f"{file}: depthlm has a file of this name, which Hydra reads instead; rename it" for file in hidden]
         )
-    file, run = config_file_of(overrides), run_of(overrides)
+    return read_sources(overrides, config_dir)
+
+
+def _compose_fields(sources: Sources) -> tuple[Config, Config | None]:
+    """Return the configuration that the sources compose, and the resolved one that `run=` or `config=` gives."""
+    texts, config_dir = sources.overrides, sources.config_dir
     saved: Config | None = None
-    texts: Sequence[str] = overrides
     compose_texts: Compose = compose_raw
     refused: dict[str, str] = {}
-    if file is not None:
-        saved = read_config(file, str(file))
-        texts, compose_texts = own_overrides(overrides), functools.partial(compose_on, saved, lambda named: None)
-    elif run is not None:
-        saved, refused = load_config(run), refuse_protocol(overrides)
-        check = functools.partial(check_classes, run, saved, read_trust(overrides))
-        texts = own_overrides(overrides)
+    if sources.file is not None:
+        saved = read_config(sources.file, str(sources.file))
+        compose_texts = functools.partial(compose_on, saved, lambda named: None)
+    elif sources.run is not None:
+        saved, refused = load_config(sources.run), refuse_protocol(texts)
+        check = functools.partial(check_classes, sources.run, saved, sources.trust)
         compose_texts = functools.partial(compose_on, replace_values(saved, MOMENTARY), check)
     with hydra_at_conf():
         config: Config | None = None
@@ -124,38 +124,30 @@ def _compose_fields(overrides: Sequence[str], config_dir: str | Path | None) -> 
             errors = [*refused.values(), *explain_overrides(allowed, config_dir, compose_texts)] or errors
     if config is None or errors:
         raise ConfigError(errors)
-    return config, config if file is not None else saved
+    return config, saved if sources.file is None else config
 
 
-def _resolve(
-    config: Config,
-    overrides: Sequence[str],
-    saved: Config | None,
-    config_dir: str | Path | None,
-    fast_precision: Callable[[Config], str],
-) -> Config:
-    run, texts = run_of(overrides), own_overrides(overrides)
+def _resolve(config: Config, saved: Config | None, sources: Sources, fast_precision: Callable[[Config], str]) -> Config:
+    texts, config_dir = sources.overrides, sources.config_dir
     if saved is None:
         config = resolve(config, texts, config_dir)
     else:
         config = resolve_saved(config, saved, texts, config_dir)
     if config.precision.name == "auto":
         config = replace_values(config, {"precision.name": fast_precision(config)})
-    return config if run is None or saved is None else place_derived(run, saved, config, texts)
+    return config if sources.run is None or saved is None else place_derived(sources.run, saved, config, texts)
 
 
 def _fast_precision(config: Config) -> str:
     return environment.fast_precision(environment.device_type(config.device), config.size.hidden_size)
 
 
-def _resolve_and_check(
-    config: Config, overrides: Sequence[str], saved: Config | None, config_dir: str | Path | None, here: bool
-) -> Config:
+def _resolve_and_check(config: Config, saved: Config | None, sources: Sources, here: bool) -> Config:
     points = [point for point in config.experiment.points if isinstance(point, dict)]
     # the keys whose value is another point of the experiment
     starts = {str(name) for point in points for name, value in point.items() if str(value).startswith("@")}
-    config = _resolve(config, overrides, saved, config_dir, _fast_precision if here else lambda config: "bf16")
-    errors = check_together(config, given_names(overrides))
+    config = _resolve(config, saved, sources, _fast_precision if here else lambda config: "bf16")
+    errors = check_together(config, given_names(sources.overrides))
     if here:
         errors += [*check_machine(config), *check_starts(config, starts)]
     if errors:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
@@ -16,7 +17,7 @@ from depthlm.config.schema import Config
 from depthlm.errors import ConfigError, UserError
 from depthlm.run_directory import RunDirectory
 
-RUN, FILE, TRUST = "run=", "config=", "trust="
+GIVEN = RUN, FILE, TRUST = "run=", "config=", "trust="
 CONFIG = RunDirectory(Path()).config.name
 # groups that determine the whole configuration, so they cannot be changed in a complete one
 PROTOCOL = ("experiment", "budget")
@@ -24,36 +25,49 @@ PROTOCOL = ("experiment", "budget")
 MOMENTARY = {"resume": "auto", "dry_run": False, "training.stop_after": None, "training.profile": False}
 
 
-def run_of(overrides: Sequence[str]) -> Path | None:
-    """Return the run directory given by `run=`, or None. Raises UserError if it is empty or given twice."""
-    directories = [text.partition("=")[2] for text in overrides if text.startswith(RUN)]
-    if len(directories) > 1 or directories == [""]:
-        raise UserError("run=: give one run directory, as in run=outputs/default/vanilla-tiny-seed1")
-    return Path(directories[0]) if directories else None
+class Sources(NamedTuple):
+    """What a command composes: overrides, on top of a run (`run=`) or of the file of a configuration (`config=`).
 
-
-def config_file_of(overrides: Sequence[str]) -> Path | None:
-    """Return the file of a resolved configuration given by `config=`, or None.
-
-    Raises ConfigError for other overrides than keys of a single invocation, such as dry_run; UserError if there is no
-    such file, or if it is that of a run.
+    overrides: without `run=`, `config=` and `trust=`, which are not keys of the configuration. trust: the modules that
+    `trust=` names. config_dir: an additional folder of configuration files.
     """
-    files = [text.partition("=")[2] for text in overrides if text.startswith(FILE)]
+
+    overrides: list[str]
+    run: Path | None = None
+    file: Path | None = None
+    trust: Sequence[str] = ()
+    config_dir: str | Path | None = None
+
+    @property
+    def from_scratch(self) -> bool:
+        """Whether Hydra composes the whole configuration, since there is neither a run nor a file."""
+        return self.run is None and self.file is None
+
+
+def read_sources(overrides: Sequence[str], config_dir: str | Path | None = None) -> Sources:
+    """Return what the overrides compose.
+
+    Raises ConfigError for two files, and for other overrides beside one than keys of a single invocation, such as
+    dry_run; UserError for two runs, for a file that does not exist, and for the file of a run.
+    """
+    values = {prefix: [text.removeprefix(prefix) for text in overrides if text.startswith(prefix)] for prefix in GIVEN}
+    runs, files = values[RUN], values[FILE]
     others = [text for text in overrides if text.partition("=")[0] not in (*MOMENTARY, "config")]
     if files and others:
         raise ConfigError([f"{text}: not with config=, which gives the whole configuration" for text in others])
     if len(files) > 1:
         raise ConfigError(["config=: give one file"])
+    if len(runs) > 1 or runs == [""]:
+        raise UserError("run=: give one run directory, as in run=outputs/default/vanilla-tiny-seed1")
     if files and not Path(files[0]).is_file():
         raise UserError(f"{FILE}{files[0]}: no such file")
     if files and Path(files[0]).name == CONFIG:
         raise UserError(f"{FILE}{files[0]}: is the configuration of a run; give run={Path(files[0]).parent}")
-    return Path(files[0]) if files else None
-
-
-def own_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides without `run=`, `config=` and `trust=`, which are not keys of the configuration."""
-    return [text for text in overrides if not text.startswith((RUN, FILE, TRUST))]
+    trust = [name.strip() for text in values[TRUST] for name in text.strip("[]").split(",")]
+    run, file = (Path(paths[0]) if paths else None for paths in (runs, files))
+    # from scratch, trust= is a mistake
+    given = GIVEN if runs or files else ()
+    return Sources([text for text in overrides if not text.startswith(given)], run, file, trust, config_dir)
 
 
 def compose_on(
@@ -99,23 +113,11 @@ def check_classes(run: Path, saved: Config, trust: Sequence[str], named: Set[str
     check_trusted({key: name for key, name in classes.items() if not _names(named, key)}, trust, str(run))
 
 
-def check_origin(run: Path, saved: Config, overrides: Sequence[str]) -> None:
+def check_origin(sources: Sources, saved: Config) -> None:
     """Raise UserError for the run of somebody else that names paths, addresses or services."""
-    named = named_keys(overrides)
-    check_reach(
-        run, saved, read_trust(overrides), lambda name: not any(f"{name}.".startswith(f"{key}.") for key in named)
-    )
-
-
-def read_trust(overrides: Sequence[str]) -> list[str]:
-    """Return the names that `trust=` gives."""
-    texts = [text.removeprefix(TRUST).strip("[]") for text in overrides if text.startswith(TRUST)]
-    return [name.strip() for text in texts for name in text.split(",")]
-
-
-def named_keys(overrides: Sequence[str]) -> set[str]:
-    """Return the keys and groups that the overrides set, by dotted name."""
-    return {name.replace("/", ".") for name in given_names(own_overrides(overrides))}
+    named = tuple(f"{name.replace('/', '.')}." for name in given_names(sources.overrides))
+    if sources.run is not None:
+        check_reach(sources.run, saved, sources.trust, lambda name: not f"{name}.".startswith(named))
 
 
 def changes(run: Path, config: Config) -> dict[str, str]:

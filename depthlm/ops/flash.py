@@ -55,7 +55,7 @@ def takes_documents(q_bhte: Tensor) -> bool:
 
 
 def attend_by_document(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, bounds: Bounds) -> Tensor:
-    """Return context_bhte: each token attends to itself and to all tokens before it in its document."""
+    """Return attended_bhte: each token attends to itself and to all tokens before it in its document."""
     return call(_ByDocument, q_bhte, k_bkte, v_bkte, bounds)
 
 

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.compose import compose
 from depthlm.config.experiment import Experiment
-from depthlm.config.from_run import config_file_of, run_of
+from depthlm.config.from_run import read_sources
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf
 from depthlm.config.keys import check_fields, override_text
 from depthlm.config.names import by_name, experiment_of, importance, setting_texts
@@ -100,9 +100,9 @@ def check_points(overrides: Sequence[str], config_dir: str | Path | None = None,
 
     here: as in `compose`; False for points that other machines train.
     """
-    for one, source in (("run=: resumes or varies", run_of), ("config=: trains", config_file_of)):
-        if source(overrides) is not None:
-            raise ConfigError([f"{one} one run; define a sweep by its overrides or by experiment="])
+    if not (sources := read_sources(overrides)).from_scratch:
+        one = "config=: trains" if sources.run is None else "run=: resumes or varies"
+        raise ConfigError([f"{one} one run; define a sweep by its overrides or by experiment="])
     try:
         points = sweep_points(overrides, config_dir)
     except ConfigError as error:

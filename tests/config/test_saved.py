@@ -13,7 +13,7 @@ import depthlm
 from depthlm.config import ConfigError
 from depthlm.config.arguments import read_arguments
 from depthlm.config.classes import check_trusted
-from depthlm.config.from_run import read_trust
+from depthlm.config.from_run import read_sources
 from depthlm.config.saved import compare, load_config, signed_config_text
 from depthlm.errors import UserError
 from depthlm.evaluation.evaluate import Evaluate
@@ -52,7 +52,7 @@ def test_the_hint_on_trust_works_as_printed():
     (hint,) = re.findall(r"add (trust=\S+)", str(refused.value))
     (in_python,) = re.findall(r"in Python, trust=(.*)\)", str(refused.value))
     names = read_arguments(Evaluate, ["run=outputs/a", hint]).trust
-    assert names == read_trust([hint]) == json.loads(in_python)
+    assert names == read_sources([hint]).trust == json.loads(in_python)
     check_trusted(saved, names or (), "outputs/a")
 
 

@@ -1,7 +1,7 @@
 """Attention over the sequence and over depth in one softmax: an exact merge of a flash attention and a depth part.
 
-Flash attention returns a context o and the log-sum-exp l of its scores. With the depth scores s_j = q . k_j / sqrt(e),
-the softmax over both parts has
+Flash attention returns the attended values o and the log-sum-exp l of its scores. With the depth scores
+s_j = q . k_j / sqrt(e), the softmax over both parts has
 
     l' = log(exp l + sum_j exp s_j);    o' = exp(l - l') o + sum_j exp(s_j - l') v_j.
 
@@ -45,7 +45,7 @@ def merged_attention(
     mask_b1ts: Tensor | None = None,
     bounds: Bounds | None = None,
 ) -> Tensor:
-    """Return context_bhte of the last t of s tokens.
+    """Return attended_bhte of the last t of s tokens.
 
     Each token attends to itself and to all tokens before it, and to the depth entries at its own position.
     depth: at least one entry. mask_b1ts: replaces the causal mask; each token must attend to at least one token.
@@ -66,7 +66,7 @@ def attend_with_flash(
     mask_b1ts: Tensor | None = None,
     bounds: Bounds | None = None,
 ) -> Tensor:
-    """Return context_bhte from a flash attention and a depth part."""
+    """Return attended_bhte from a flash attention and a depth part."""
     read = depth.entries_n2btke, depth.token, depth.bank, depth.start
     return call(DepthMerge, q_bhte, k_bkse, v_bkse, mask_b1ts, bounds, *read)
 
@@ -93,22 +93,22 @@ class DepthMerge(torch.autograd.Function):
         start: int,
     ) -> Tensor:
         out_bhte, lse_bht, *ctx.rest = _flash(q_bhte, k_bkse, v_bkse, mask_b1ts, bounds)
-        context_bhte, merged_bht = moda_depth(q_bhte, out_bhte, lse_bht, entries_n2btke)
-        ctx.save_for_backward(q_bhte, k_bkse, v_bkse, mask_b1ts, context_bhte, merged_bht, bank.entries_n2btke)
+        attended_bhte, merged_bht = moda_depth(q_bhte, out_bhte, lse_bht, entries_n2btke)
+        ctx.save_for_backward(q_bhte, k_bkse, v_bkse, mask_b1ts, attended_bhte, merged_bht, bank.entries_n2btke)
         # not the bank itself: unlike saved tensors, attributes of ctx stay after the backward pass
         ctx.sums, ctx.range = bank.sums, (start, start + len(entries_n2btke))
         ctx.kernels, ctx.bounds = current_choice(), bounds
-        return context_bhte
+        return attended_bhte
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_bhte: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, mask, context, merged_bht, bank_n2btke = ctx.saved_tensors
-        saved = q, k, v, context, merged_bht
+        q, k, v, mask, attended, merged_bht, bank_n2btke = ctx.saved_tensors
+        saved = q, k, v, attended, merged_bht
         grad_q, grad_k, grad_v = _flash_backward(grad_bhte, saved, mask, ctx.bounds, ctx.rest)
         entries, (sums, fresh) = bank_n2btke[slice(*ctx.range)], ctx.sums.reserve(bank_n2btke, *ctx.range)
         with using(ctx.kernels):
-            grad_q = moda_depth_backward(grad_bhte, q, context, merged_bht, grad_q, entries, sums, fresh)
+            grad_q = moda_depth_backward(grad_bhte, q, attended, merged_bht, grad_q, entries, sums, fresh)
         return grad_q, grad_k, grad_v, None, None, None, None, None, None
 
 
@@ -171,14 +171,14 @@ def _unsupported(q_bhte: Tensor, *_: object) -> str | None:
 
 @operator("moda", triton=_triton_forward, unsupported=_unsupported)
 def moda_depth(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke: Tensor) -> tuple[Tensor, Tensor]:
-    """Return o' as context_bhte in the dtype of q, and l' as lse_bht, contiguous, in fp32 or better. No autograd.
+    """Return o' as attended_bhte in the dtype of q, and l' as lse_bht, contiguous, in fp32 or better. No autograd.
 
     out_bhte, lse_bht: o and l.
     Raises, if Triton kernels run: ValueError for a wrong shape or device, TypeError for a wrong dtype.
     """
     dtype, scale = exact_dtype([q_bhte]), q_bhte.shape[3] ** -0.5
     (q_rge, out_rge, lse_rg1), keys_nre, values_nre = _rows(entries_n2btke, q_bhte, out_bhte, lse_bht[..., None])
-    context_rge, merged_rg1 = q_rge.new_empty(q_rge.shape), lse_rg1.new_empty(lse_rg1.shape)
+    attended_rge, merged_rg1 = q_rge.new_empty(q_rge.shape), lse_rg1.new_empty(lse_rg1.shape)
     with no_autocast(q_bhte):
         for part in _parts(keys_nre):
             q, out, lse = (x[part].to(dtype) for x in (q_rge, out_rge, lse_rg1))
@@ -187,17 +187,17 @@ def moda_depth(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke
             score_rgn = torch.baddbmm(lse, q, key_rne.mT, beta=0, alpha=scale)
             merged = torch.logaddexp(lse, score_rgn.logsumexp(-1, keepdim=True))
             p_rgn = score_rgn.sub_(merged).exp_()
-            context_rge[part] = torch.baddbmm(out * (lse - merged).exp_(), p_rgn, value_rne)
+            attended_rge[part] = torch.baddbmm(out * (lse - merged).exp_(), p_rgn, value_rne)
             merged_rg1[part] = merged
     # a flash backward pass on a GPU requires a contiguous log-sum-exp
-    return _heads(context_rge, q_bhte), _heads(merged_rg1, q_bhte)[..., 0].contiguous()
+    return _heads(attended_rge, q_bhte), _heads(merged_rg1, q_bhte)[..., 0].contiguous()
 
 
 @operator("moda", triton=_triton_backward, unsupported=_unsupported)
 def moda_depth_backward(
     grad_bhte: Tensor,
     q_bhte: Tensor,
-    context_bhte: Tensor,
+    attended_bhte: Tensor,
     lse_bht: Tensor,
     grad_q_bhte: Tensor,
     entries_n2btke: Tensor,
@@ -206,20 +206,20 @@ def moda_depth_backward(
 ) -> Tensor:
     """Return the gradient of q, in its dtype, and add those of the entries to the sums, in place.
 
-    context_bhte, lse_bht: o' and l' of `moda_depth`. grad_q_bhte: the gradient of q from the sequence part.
+    attended_bhte, lse_bht: o' and l' of `moda_depth`. grad_q_bhte: the gradient of q from the sequence part.
     fresh: sums[:fresh] are undefined and are replaced; to the others, gradients are added.
     Raises, if Triton kernels run: ValueError for a wrong shape or device, TypeError for a wrong dtype.
     """
     dtype, scale = exact_dtype([q_bhte]), q_bhte.shape[3] ** -0.5
-    queries = grad_bhte, q_bhte, context_bhte, lse_bht[..., None], grad_q_bhte
+    queries = grad_bhte, q_bhte, attended_bhte, lse_bht[..., None], grad_q_bhte
     tensors, *entries_nre = _rows(entries_n2btke, *queries)
     sums_nre = sums_n2btke.flatten(2, 4).unbind(1)
     total_rge = tensors[1].new_empty(tensors[1].shape)
     with no_autocast(q_bhte):
         for part in _parts(entries_nre[0]):
-            grad, q, context, lse, grad_q = (x[part].to(dtype) for x in tensors)
+            grad, q, attended, lse, grad_q = (x[part].to(dtype) for x in tensors)
             key_rne, value_rne = (x[:, part].transpose(0, 1).to(dtype) for x in entries_nre)
-            delta = (grad * context).sum(-1, keepdim=True)
+            delta = (grad * attended).sum(-1, keepdim=True)
             p_rgn = torch.baddbmm(lse, q, key_rne.mT, beta=-1, alpha=scale).exp_()
             grad_score_rgn = torch.baddbmm(delta, grad, value_rne.mT, beta=-1).mul_(p_rgn).mul_(scale)
             total_rge[part] = torch.baddbmm(grad_q, grad_score_rgn, key_rne)

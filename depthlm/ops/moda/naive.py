@@ -27,7 +27,7 @@ def attend_with_scores(
     mask_b1ts: Tensor | None = None,
     edit: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return context_bhte of the last t of s tokens.
+    """Return attended_bhte of the last t of s tokens.
 
     Each token attends to itself and to all tokens before it, and to the depth entries at its own position.
     depth: n pairs (k_bkte, v_bkte). mask_b1ts: replaces the causal mask. edit: returns the
@@ -36,10 +36,10 @@ def attend_with_scores(
     s, groups = k_bkse.shape[2], q_bhte.shape[1] // k_bkse.shape[1]
     p = probabilities(q_bhte, k_bkse, [key for key, _ in depth], mask_b1ts)
     p = p if edit is None else edit(p)
-    context = p[..., :s] @ _repeat(v_bkse, groups)
+    attended = p[..., :s] @ _repeat(v_bkse, groups)
     for j, (_, value) in enumerate(depth):
-        context = torch.addcmul(context, p[..., s + j, None], _repeat(value, groups))
-    return context.to(q_bhte.dtype)
+        attended = torch.addcmul(attended, p[..., s + j, None], _repeat(value, groups))
+    return attended.to(q_bhte.dtype)
 
 
 def probabilities(

@@ -48,7 +48,7 @@ def moda_depth(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke
 def moda_depth_backward(
     grad_bhte: Tensor,
     q_bhte: Tensor,
-    context_bhte: Tensor,
+    attended_bhte: Tensor,
     lse_bht: Tensor,
     grad_q_bhte: Tensor,
     entries_n2btke: Tensor,
@@ -56,11 +56,11 @@ def moda_depth_backward(
     fresh: int = 0,
 ) -> Tensor:
     """Run `depthlm.ops.moda.merge.moda_depth_backward` in Triton."""
-    alike = {"grad": grad_bhte, "context": context_bhte, "grad_q": grad_q_bhte}
+    alike = {"grad": grad_bhte, "attended": attended_bhte, "grad_q": grad_q_bhte}
     shapes = {name: (x, q_bhte.shape) for name, x in alike.items()}
     shapes |= {"lse": (lse_bht, q_bhte.shape[:3]), "sums": (sums_n2btke, entries_n2btke.shape)}
     _check(q_bhte, entries_n2btke, **shapes)
-    return backward(grad_bhte, q_bhte, context_bhte, lse_bht, grad_q_bhte, entries_n2btke, sums_n2btke, fresh)
+    return backward(grad_bhte, q_bhte, attended_bhte, lse_bht, grad_q_bhte, entries_n2btke, sums_n2btke, fresh)
 
 
 def _check(q_bhte: Tensor, entries_n2btke: Tensor, **shapes: Any) -> None:
@@ -73,25 +73,25 @@ def _outputs(q_bhte, out_bhte, lse_bht, entries_n2btke):
     return empty_heads(q_bhte), lse_bht.new_empty(lse_bht.shape, dtype=torch.float32)
 
 
-def _gradient(grad_bhte, q_bhte, context_bhte, lse_bht, grad_q_bhte, entries_n2btke, sums_n2btke, fresh):
+def _gradient(grad_bhte, q_bhte, attended_bhte, lse_bht, grad_q_bhte, entries_n2btke, sums_n2btke, fresh):
     return empty_heads(q_bhte)
 
 
 @register(__name__, "moda_depth", _outputs)
 def forward(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke: Tensor) -> tuple[Tensor, Tensor]:
-    """Return context_bhte in the dtype of q, and lse_bht in fp32, over sequence and depth; not differentiable."""
+    """Return attended_bhte in the dtype of q, and lse_bht in fp32, over sequence and depth; not differentiable."""
     q, lse = rows_of_heads(q_bhte), lse_bht.float().contiguous()
-    context, merged = torch.empty_like(q), torch.empty_like(lse)
-    tensors = [rows_of_heads(out_bhte), lse, entries_n2btke.contiguous(), context, merged]
+    attended, merged = torch.empty_like(q), torch.empty_like(lse)
+    tensors = [rows_of_heads(out_bhte), lse, entries_n2btke.contiguous(), attended, merged]
     _launch(moda_forward, q, tensors, entries_n2btke)
-    return context.transpose(1, 2), merged
+    return attended.transpose(1, 2), merged
 
 
 @register(__name__, "moda_depth_backward", _gradient, mutates=["sums_n2btke"])
 def backward(
     grad_bhte: Tensor,
     q_bhte: Tensor,
-    context_bhte: Tensor,
+    attended_bhte: Tensor,
     lse_bht: Tensor,
     grad_q_bhte: Tensor,
     entries_n2btke: Tensor,
@@ -100,7 +100,7 @@ def backward(
 ) -> Tensor:
     """Return the gradient of q, and add those of the entries to the sums. sums_n2btke: contiguous."""
     assert sums_n2btke.is_contiguous()
-    q, *queries = (rows_of_heads(x) for x in (q_bhte, grad_bhte, context_bhte, grad_q_bhte))
+    q, *queries = (rows_of_heads(x) for x in (q_bhte, grad_bhte, attended_bhte, grad_q_bhte))
     total, lse = torch.empty_like(q), lse_bht.float().contiguous()
     tensors = [*queries, lse, entries_n2btke.contiguous(), total, sums_n2btke]
     _launch(moda_backward, q, tensors, entries_n2btke, fresh)
@@ -169,13 +169,13 @@ def _entries(plane, settings):
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "n"])
-def moda_forward(q_ptr, out_ptr, lse_ptr, entries_ptr, context_ptr, merged_ptr, rows, tokens, n, settings):
+def moda_forward(q_ptr, out_ptr, lse_ptr, entries_ptr, attended_ptr, merged_ptr, rows, tokens, n, settings):
     # values of all keys of an entry
     plane = rows.to(tl.int64) * settings.head_size
     tile_n, tile_ne, mask_e = _entries(plane, settings)
     for first in range(0, settings.groups, GROUP):
         at_q, mask_q, at_lse, mask_lse = _queries(tokens, first, settings)
-        q_ge, context_ge = tl.load(q_ptr + at_q, mask_q, other=0.0), load_fp32(out_ptr, at_q, mask_q)
+        q_ge, attended_ge = tl.load(q_ptr + at_q, mask_q, other=0.0), load_fp32(out_ptr, at_q, mask_q)
         # the sequence part counts as one entry with score l and value o. Scores are in units of log 2, since a GPU
         # computes powers of 2
         top_g, total_g = load_fp32(lse_ptr, at_lse, mask_lse) * LOG2E, tl.full((GROUP,), 1.0, tl.float32)
@@ -189,22 +189,22 @@ def moda_forward(q_ptr, out_ptr, lse_ptr, entries_ptr, context_ptr, merged_ptr, 
             higher_g = tl.maximum(top_g, tl.max(score_gn, axis=1))
             factor_g, p_gn = tl.exp2(top_g - higher_g), tl.exp2(score_gn - higher_g[:, None])
             total_g = total_g * factor_g + tl.sum(p_gn, axis=1)
-            context_ge = context_ge * factor_g[:, None] + _dot(p_gn, value_ne, settings)
+            attended_ge = attended_ge * factor_g[:, None] + _dot(p_gn, value_ne, settings)
             top_g = higher_g
-        store_as(context_ptr, at_q, context_ge / total_g[:, None], mask_q)
+        store_as(attended_ptr, at_q, attended_ge / total_g[:, None], mask_q)
         tl.store(merged_ptr + at_lse, (top_g + tl.log2(total_g)) / LOG2E, mask_lse)
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "n", "fresh"])
 def moda_backward(
-    q_ptr, grad_ptr, context_ptr, grad_q_ptr, lse_ptr, entries_ptr, out_ptr, sums_ptr, rows, tokens, n, fresh, settings
+    q_ptr, grad_ptr, attended_ptr, grad_q_ptr, lse_ptr, entries_ptr, out_ptr, sums_ptr, rows, tokens, n, fresh, settings
 ):
     plane = rows.to(tl.int64) * settings.head_size
     tile_n, tile_ne, mask_e = _entries(plane, settings)
     for first in range(0, settings.groups, GROUP):
         at_q, mask_q, at_lse, mask_lse = _queries(tokens, first, settings)
         q_ge, grad_ge = tl.load(q_ptr + at_q, mask_q, other=0.0), tl.load(grad_ptr + at_q, mask_q, other=0.0)
-        delta_g = tl.sum(grad_ge.to(tl.float32) * load_fp32(context_ptr, at_q, mask_q), axis=1)
+        delta_g = tl.sum(grad_ge.to(tl.float32) * load_fp32(attended_ptr, at_q, mask_q), axis=1)
         lse_g = load_fp32(lse_ptr, at_lse, mask_lse) * LOG2E
         grad_q_ge = load_fp32(grad_q_ptr, at_q, mask_q)
         for j in tl.range(0, n, TILE, num_stages=settings.stages):

@@ -25,15 +25,15 @@ def tensors(n: int, kv_heads: int, groups: int, t: int, e: int, b: int = 2) -> l
 
 
 def results(kernels: str, inputs: list[Tensor], fresh: int = 0) -> list[Tensor]:
-    """Return the merged context and log-sum-exp, the gradient of q, and the sums of the gradients of the entries."""
+    """Return the merged attention and log-sum-exp, the gradient of q, and the sums of the gradients of the entries."""
     grad, q, out, lse, grad_q, entries, sums = inputs
     summed = sums.clone()
     # values that are not replaced make the result NaN
     summed[:fresh] = torch.nan
     with using(kernels):
-        context, merged = moda_depth(q, out, lse, entries)
-        total = moda_depth_backward(grad, q, context, merged, grad_q, entries, summed, fresh)
-    return [context, merged, total, summed]
+        attended, merged = moda_depth(q, out, lse, entries)
+        total = moda_depth_backward(grad, q, attended, merged, grad_q, entries, summed, fresh)
+    return [attended, merged, total, summed]
 
 
 def assert_same(inputs: list[Tensor], tolerance: float = 1e-5, fresh: int = 0) -> None:
@@ -64,8 +64,8 @@ def test_a_range_of_a_bank():
     *queries, bank, all_sums = tensors(6, 2, 3, 2, 8)
     before = all_sums.clone()
     with using("triton"):
-        context, merged = moda_depth(queries[1], *queries[2:4], bank[2:5])
-        moda_depth_backward(queries[0], queries[1], context, merged, queries[4], bank[2:5], all_sums[2:5], 1)
+        attended, merged = moda_depth(queries[1], *queries[2:4], bank[2:5])
+        moda_depth_backward(queries[0], queries[1], attended, merged, queries[4], bank[2:5], all_sums[2:5], 1)
     expected = results("torch", [*queries, bank[2:5], before[2:5]], fresh=1)
     torch.testing.assert_close(all_sums[2:5], expected[3], rtol=1e-5, atol=1e-5)
     assert torch.equal(all_sums[[0, 1, 5]], before[[0, 1, 5]])
@@ -121,5 +121,5 @@ def test_attention_over_sequence_and_depth():
 def test_operators_pass_opcheck():
     grad, q, out, lse, grad_q, entries, sums = tensors(2, 1, 2, 3, 4, b=1)
     torch.library.opcheck(triton_ops.forward, (q, out, lse, entries))
-    context, merged = triton_ops.forward(q, out, lse, entries)
-    torch.library.opcheck(triton_ops.backward, (grad, q, context, merged, grad_q, entries, sums, 1))
+    attended, merged = triton_ops.forward(q, out, lse, entries)
+    torch.library.opcheck(triton_ops.backward, (grad, q, attended, merged, grad_q, entries, sums, 1))
