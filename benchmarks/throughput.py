@@ -63,34 +63,23 @@ PAIRS: list[Pair] = [
 ]
 
 
-def measurable_pairs() -> list[Pair]:
-    """Return PAIRS without those of a peer that is not installed."""
-    return [pair for pair in PAIRS if has_litgpt() or "litgpt" not in pair]
-
-
 def kinds_of(mode: str, pairs: list[Pair]) -> list[str]:
     """Return the contenders that these pairs need in a mode."""
     needed = {x for ours, theirs, *modes, _ in pairs for x in zip((ours, theirs), modes, strict=True)}
     return [name for name in KINDS if (name, mode) in needed]
 
 
-def configuration(name: str, mode: str) -> Config:
-    """Return the configuration of a contender; only the ZeRO stage depends on `name`."""
-    precision, compiled = MODES[mode]
-    settings = [f"precision={precision}", f"training.compile={str(compiled).lower()}", "tracker=none"]
-    return depthlm.compose([*SHAPE, *settings, f"deepspeed=zero{1 if name == 'zero1' else 0}"])
-
-
 def contender(name: str, mode: str, device: torch.device) -> Step:
     """Return a training step. It returns the loss before the update; that of `products` returns no loss."""
-    config = configuration(name, mode)
+    precision, compiled = MODES[mode]
+    settings = [f"precision={precision}", f"training.compile={str(compiled).lower()}", "tracker=none"]
+    config = depthlm.compose([*SHAPE, *settings, f"deepspeed=zero{1 if name == 'zero1' else 0}"])
     if name == "products":
-        return products(config, torch.bfloat16 if MODES[mode][0] == "bf16" else torch.float32, device)
+        return products(config, torch.bfloat16 if precision == "bf16" else torch.float32, device)
     if name in ("depthlm", "zero1"):
         return training_of(config, device).step
     batch = random_tokens(config, config.training.batch_size).to(device)
     inputs, targets = batch[:, :-1], batch[:, 1:]
-    compiled = MODES[mode][1]
     ours = depthlm.build_model(config, device)
     if name == "plain":
         model: nn.Module = ours
@@ -102,7 +91,7 @@ def contender(name: str, mode: str, device: torch.device) -> Step:
             model = torch.compile(model)  # type: ignore[assignment]
 
     def loss() -> torch.Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=MODES[mode][0] == "bf16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
             if name == "plain":
                 return model(inputs, targets).nll / targets.numel()
             logits = model(inputs) if name == "litgpt" else model(input_ids=inputs, use_cache=False).logits
@@ -191,7 +180,7 @@ def main() -> None:
     device = start_distributed(ranks())
     if not has_litgpt():
         print(INSTALL_LITGPT)
-    pairs = measurable_pairs()
+    pairs = [pair for pair in PAIRS if has_litgpt() or "litgpt" not in pair]
     seconds = {mode: measure_mode(mode, kinds_of(mode, pairs), device, arguments.rounds) for mode in MODES}
     peers = [name for name in ("transformers", "litgpt") if any(name in pair for pair in pairs)]
     versions = {name: importlib.metadata.version(name) for name in peers}

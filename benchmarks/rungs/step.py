@@ -89,9 +89,6 @@ def markdown(results: reporting.Results) -> str:
     / vanilla: times as long as the mean of vanilla's turns in the same mode. estimate: of `depthlm summary`, in GiB.
     first step: with compilation.
     """
-    if "presets" in results:
-        # results of benchmarks/mechanisms.py, which measures each preset beside vanilla
-        return mechanisms.markdown(results)
     lines, rows, notes = results["lines"], [], []
     for line in lines:
         shown = dict(line)

@@ -100,44 +100,35 @@ class DepthAttention(SelfAttention):
         # the depth list has one entry per unrolled layer, in order; it is empty where no layer reads it
         positions = self.source_positions(len(depth))
         sources = [depth[position] for position in positions]
-        if sources and self.edit is not None:
-            q, k, v = self.mix_edited(projected, sources, [*positions, len(depth)], context)
-        elif sources:
+        if sources:
             keys, values = ([*earlier, this] for earlier, this in zip(zip(*sources, strict=True), (k, v), strict=True))
+            alpha = None
+            if self.edit is not None:
+                alpha = self.edited_weights(q, keys, [*positions, len(depth)], context)
             if "value" in self.objects:
-                v = self.mix(q, keys, values)
+                v = self.mix(q, keys, values, alpha)
             if "key" in self.objects:
-                k = self.mix(q, keys, keys)
+                k = self.mix(q, keys, keys, alpha)
         depth = [*depth, (k, v) if self.is_source() else ()]
         return causal_attention(q, k, v, context), depth
 
-    def mix(self, q_bhte: Tensor, keys: list[Tensor], entries: list[Tensor]) -> Tensor:
-        """Return the weighted sum of entries, keys or values x_bkte. keys: those of the sources and of this layer."""
-        if self.mixing == "uniform":
-            mixed_bkte = weighted_sum(self.weights(q_bhte, keys), entries)
-        else:
-            mixed_bkte = depth_value_mix(q_bhte, keys, entries)
-        return self.gated(entries[-1], mixed_bkte)
+    def mix(self, q_bhte: Tensor, keys: list[Tensor], entries: list[Tensor], alpha: Tensor | None) -> Tensor:
+        """Return the weighted sum of entries, keys or values x_bkte; with start=identity, (1 - g) x + g times that.
 
-    def gated(self, own_bkte: Tensor, mixed_bkte: Tensor) -> Tensor:
-        """Return (1 - g) x + g mix with start=identity, else the mix."""
-        return mixed_bkte if self.gate is None else interpolate(own_bkte, mixed_bkte, self.gate[:, None, None])
+        keys: those of the sources and of this layer. alpha: the weights that `edit` made; None: those of this layer.
+        """
+        if alpha is None and self.mixing == "uniform":
+            alpha = self.weights(q_bhte, keys)
+        mixed_bkte = depth_value_mix(q_bhte, keys, entries) if alpha is None else weighted_sum(alpha, entries)
+        return mixed_bkte if self.gate is None else interpolate(entries[-1], mixed_bkte, self.gate[:, None, None])
 
-    def mix_edited(
-        self,
-        projected: tuple[Tensor, ...],
-        sources: list[tuple[Tensor, ...]],
-        numbers: list[int],
-        context: AttentionContext,
-    ) -> tuple[Tensor, ...]:
-        """Return q, k and v, mixed with the weights that `edit` makes. numbers: of the sources and of this layer."""
-        q, k, v = projected
-        keys, values = ([*earlier, this] for earlier, this in zip(zip(*sources, strict=True), (k, v), strict=True))
-        alpha = self.weights(q, keys)
-        alpha_nbkt = alpha.view(-1, 1, 1, 1).expand(-1, *k.shape[:3]) if alpha.ndim == 1 else alpha
-        alpha_nbkt = self.edited(alpha_nbkt, ("source", "batch", "head", "token"), context, numbers, True)
-        k_mixed, v_mixed = (self.gated(entries[-1], weighted_sum(alpha_nbkt, entries)) for entries in (keys, values))
-        return q, k_mixed if "key" in self.objects else k, v_mixed if "value" in self.objects else v
+    def edited_weights(
+        self, q_bhte: Tensor, keys: list[Tensor], numbers: list[int], context: AttentionContext
+    ) -> Tensor:
+        """Return alpha_nbkt that `edit` makes of the weights. numbers: of the sources and of this layer."""
+        alpha = self.weights(q_bhte, keys)
+        alpha_nbkt = alpha.view(-1, 1, 1, 1).expand(-1, *keys[-1].shape[:3]) if alpha.ndim == 1 else alpha
+        return self.edited(alpha_nbkt, ("source", "batch", "head", "token"), context, numbers, True)
 
     def weights(self, q_bhte: Tensor, keys: list[Tensor]) -> Tensor:
         """Return alpha of the sources and of this layer: [n, b, k, t], or [n] for uniform weights."""

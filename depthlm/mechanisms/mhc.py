@@ -247,12 +247,9 @@ class ManifoldHyperConnections(Connection):
 
     def own_maps(self, state: State) -> Maps:
         """Return the maps that follow from the streams which a sublayer reads."""
-        streams = state.written()
         parameters = self.map_parameters()
-        if self.exact_map is not None:
-            maps = exact_maps(streams, parameters, self.widths, self.eps, self.form, self.exact_map)
-            return edited_maps(self, maps)
-        return edited_maps(self, mhc_maps(streams, parameters, self.eps, self.iterations, self.form))
+        maps = mhc_maps(state.written(), parameters, self.eps, self.iterations, self.form, self.exact_map)
+        return edited_maps(self, maps)
 
     def map_parameters(self) -> Parameters:
         """Return the parameters of the maps, as the operator takes them."""
@@ -279,19 +276,6 @@ class ManifoldHyperConnections(Connection):
 def logit(p: float) -> float:
     """Return the x with sigmoid(x) = p."""
     return math.log(p / (1 - p))
-
-
-def exact_maps(
-    x_btnd: Tensor, parameters: Parameters, widths: Sequence[int], eps: float, form: Form, exact_map: Callable
-) -> Maps:
-    """Return the maps of the streams. exact_map: what makes H_res of its rows of m."""
-    phi_mw, norm_w, alpha, bias_m = parameters
-    alpha_m = torch.cat([a.expand(width) for a, width in zip(alpha, widths, strict=True)])
-    weight_mw = phi_mw if norm_w is None else norm_w * phi_mw
-    m_btm = alpha_m * normed_projection(x_btnd.flatten(2), weight_mw, eps) + bias_m
-    pre_btn, post_btn, res_btr = m_btm.split(widths, dim=-1)
-    res_btij = exact_map(res_btr, widths[0])
-    return Maps(pre_btn.sigmoid() + form.pre_eps, form.post_scale * post_btn.sigmoid() + form.post_eps, res_btij)
 
 
 def mix_permutations(m_btr: Tensor, n: int) -> Tensor:

@@ -33,13 +33,6 @@ class State(NamedTuple):
     streams: Tensor
 
 
-class Gates(NamedTuple):
-    """What a read multiplies the streams by, with the norm in it, and what a write multiplies the output by."""
-
-    read_btnd: Tensor
-    write_btn: Tensor | None
-
-
 class Qwen4Exp(Connection):
     """Every sublayer reads a gated mean of the normalized streams, and writes to each stream with a gate of its own.
 
@@ -74,13 +67,14 @@ class Qwen4Exp(Connection):
     def open(self, embedding_btd: Tensor) -> State:
         return State(copies(embedding_btd, self.num_streams))
 
-    def read(self, state: State, weights: Gates | None = None) -> tuple[Inputs, Tensor | None]:
+    def read(self, state: State, weights: tuple[Tensor, Tensor | None] | None = None) -> tuple[Inputs, Tensor | None]:
         read_btnd, write_btn = self.weights(state) if weights is None else weights
         return ((read_btnd * state.streams).sum(2).to(state.streams.dtype),), write_btn
 
-    def weights(self, state: State) -> Gates:
+    def weights(self, state: State) -> tuple[Tensor, Tensor | None]:
+        """Return the factors of the streams in a read, with the norm in them, and those of the output in a write."""
         g_btnd, scale_btnd, write_btn = self.gates(state)
-        return Gates(g_btnd * scale_btnd / self.num_streams, write_btn)
+        return g_btnd * scale_btnd / self.num_streams, write_btn
 
     def gates(self, state: State) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return g_btnd, what the norm multiplies the streams by, and the gates of the write."""

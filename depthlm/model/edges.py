@@ -74,11 +74,8 @@ def replace_weights(weights: Tensor, edges: Edges, kept: Tensor, other: Tensor |
     if edges.maps_streams:
         return torch.where(kept, weights, torch.eye(weights.shape[-1], dtype=weights.dtype, device=weights.device))
     remaining = torch.where(kept, weights, 0)
-    return renormalize(remaining, weights, edges) if edges.normalized else remaining
-
-
-def renormalize(remaining: Tensor, weights: Tensor, edges: Edges) -> Tensor:
-    """Return weights with the sum over the sources that they had before a part was removed."""
+    if not edges.normalized:
+        return remaining
     axis = edges.axes.index("source")
     before, after = weights.sum(axis, keepdim=True), remaining.sum(axis, keepdim=True)
     return remaining * torch.where(after > 0, before / after, 0)

@@ -141,12 +141,8 @@ def optimizer_groups(
         factors = factors_of(model, owned.name)
         decay = (decay if of_kind is None else of_kind) * factors.weight_decay
         key = kind, decay, group_settings.get("lr_scale", 1.0) * factor * factors.lr, factors.eps
-        new = {
-            "params": [],
-            "names": [],
-            **dict(zip(("kind", "weight_decay", "lr_scale", "eps_scale"), key, strict=True)),
-        }
-        group = groups.setdefault(key, new)
+        shared = dict(zip(("kind", "weight_decay", "lr_scale", "eps_scale"), key, strict=True))
+        group = groups.setdefault(key, {"params": [], "names": [], **shared})
         group["params"].append(owned.parameter)
         group["names"].append(owned.name)
     return list(groups.values())
@@ -166,16 +162,12 @@ def _read_declared(model: nn.Module) -> dict[str, dict[str, float]]:
     return declared
 
 
-def _copy(owned: OwnedParameter, tensor: Tensor) -> None:
-    owned.parameter.copy_(tensor)
-
-
 @torch.no_grad()
 def initialize(
     model: nn.Module,
     seed: int,
     std: float,
-    place: Callable[[OwnedParameter, Tensor], None] = _copy,
+    place: Callable[[OwnedParameter, Tensor], object] = lambda owned, tensor: owned.parameter.copy_(tensor),
     backbone: Backbone | None = None,
 ) -> None:
     """Initialize every parameter. Values are drawn on the CPU in fp32, so no device or dtype changes them.

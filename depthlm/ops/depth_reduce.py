@@ -10,14 +10,13 @@ bits, plain autograd would save an fp32 copy of each source.
 """
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from depthlm.ops.autograd import call
-from depthlm.ops.dtypes import EXACT, upcast
+from depthlm.ops.dtypes import EXACT, common_dtype, exact_dtype, upcast
 
 
 def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
@@ -97,15 +96,11 @@ class SourceScores(torch.autograd.Function):
 
 
 def _sum_of_products(weights: Any, sources: Sequence[Tensor]) -> Tensor:
-    dtype = reduce(torch.promote_types, (x.dtype for x in sources))
-    total = None
-    for w, x in zip(weights, sources, strict=True):
-        if total is None:
-            total = x.to(torch.promote_types(dtype, torch.float32)) * w
-        else:
-            total.addcmul_(x, w)
-    assert total is not None
-    return total.to(dtype)
+    (w, x), *others = zip(weights, sources, strict=True)
+    total = x.to(exact_dtype(sources)) * w
+    for w, x in others:
+        total.addcmul_(x, w)
+    return total.to(common_dtype(sources))
 
 
 def _broadcast(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:

@@ -18,27 +18,23 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {}
 _LIBRARIES: dict[str, Library] = {}
 
 
-def _return_nothing(*_: Any) -> None:
-    """The results of an operator that only writes to its arguments."""
-
-
 def register(
-    module: str,
     name: str,
-    fake: Callable[..., Any] = _return_nothing,
+    fake: Callable[..., Any] = lambda *_: None,
     *,
     mutates: Sequence[str] = (),
     schema: str | None = None,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that registers a function as an operator, and returns the operator.
 
-    module: of the function; the operator's name contains it, so that exported copies do not collide. fake: returns
+    The operator's name contains the package of the function, so that exported copies do not collide. fake: returns
     empty results of the right shape, dtype and strides. mutates: the arguments that the function writes. schema:
     replaces the one that the annotations of the function give.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
-        library, free = Library(_namespace(module), "FRAGMENT"), name
+        package = function.__module__.rpartition(".")[0] or function.__module__
+        library, free = Library(re.sub(r"[^0-9A-Za-z_]", "_", package), "FRAGMENT"), name
         operators = getattr(torch.ops, library.ns)
         # what holds operators of a module that is imported again keeps them
         while hasattr(operators, free):
@@ -61,7 +57,3 @@ def make_differentiable(operator: Any, backward: Callable[..., Any], setup_conte
     """
     name = operator._schema.name
     torch.library.register_autograd(name, backward, setup_context=setup_context, lib=_LIBRARIES[name])
-
-
-def _namespace(module: str) -> str:
-    return re.sub(r"[^0-9A-Za-z_]", "_", module.rpartition(".")[0] or module)

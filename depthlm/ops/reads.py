@@ -87,7 +87,10 @@ def read(
     expect(kernels.operator, parameters[0], **{f"source {j}": (x, shape) for j, x in enumerate(sources)})
     if start:
         expect(kernels.operator, parameters[0], start=(start[0], (reads, *shape)))
-    dtype, xs = common_dtype([*sources, *start[:1]]), one_narrow_dtype(sources)
+    dtype = common_dtype([*sources, *start[:1]])
+    # a kernel has one 16-bit dtype
+    mixed = {torch.float16, torch.bfloat16} <= {x.dtype for x in sources}
+    xs = [x.float() if mixed else x for x in sources]
     tokens, groups = tokens_of(xs), []
     for first in range(0, reads, MAX_READS):
         # with a single group, x itself, so that autograd copies no gradient
@@ -95,12 +98,6 @@ def read(
         lists = [*of_reads[: len(parameters)], *shared], xs, of_reads[len(parameters) :], tokens
         groups.append(call(Reads, kernels, eps, dtype, [len(x) for x in lists], *(x for part in lists for x in part)))
     return [part[0] if len(groups) == 1 else torch.cat(part) for part in zip(*groups, strict=True)]
-
-
-def one_narrow_dtype(sources: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sources in fp32 if they mix fp16 and bf16, since a kernel has one 16-bit dtype; else unchanged."""
-    mixed = {torch.float16, torch.bfloat16} <= {x.dtype for x in sources}
-    return [x.float() if mixed else x for x in sources]
 
 
 class Reads(torch.autograd.Function):

@@ -104,16 +104,11 @@ def addresses(
     """
     wide = sum((x.dtype == torch.float32) << j for j, x in enumerate(sources))
     if not grads:
-        # all forward passes that read a source share its view
-        pointers = _pointers([attach(x, "as_bytes", _detached_bytes) for x in sources])
+        # all forward passes that read a source share its view, which is detached, so that it does not keep x alive
+        pointers = _pointers([attach(x, "as_bytes", lambda x: x.detach().view(torch.uint8)) for x in sources])
         return pointers, pointers, wide, 0
     x_ptrs, grad_ptrs = (_pointers([x.view(torch.uint8) for x in tensors]) for tensors in (sources, grads))
     return x_ptrs, grad_ptrs, wide, sum(flag << j for j, flag in enumerate(added))
-
-
-def _detached_bytes(x: Tensor) -> Tensor:
-    """Return a view that may be attached to x: one that was not detached would keep x alive."""
-    return x.detach().view(torch.uint8)
 
 
 def _pointers(views: list[Tensor]) -> tuple[Tensor, ...]:
@@ -140,15 +135,6 @@ def reads_write_table(x_ptrs, grad_ptrs, wide, added, table_ptr, first, n):
             tl.store(table_ptr + at, tl.cast(x_ptrs[k], tl.int64))
             tl.store(table_ptr + at + 1, tl.cast(grad_ptrs[k], tl.int64))
             tl.store(table_ptr + at + 2, tl.cast(((wide >> k) & 1) + ((added >> k) & 1) * 2, tl.int64))
-
-
-@triton.jit
-def address(ptrs, j):
-    """Return the address of tensor j of a tuple of pointers."""
-    selected = tl.cast(ptrs[0], tl.int64)
-    for k in tl.static_range(1, len(ptrs)):
-        selected = tl.where(j == k, tl.cast(ptrs[k], tl.int64), selected)
-    return selected
 
 
 @triton.jit

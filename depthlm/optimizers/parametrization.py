@@ -52,10 +52,8 @@ def parametrize(model: Decoder, base: Decoder, name: Literal["mup", "completep"]
         output_factor = count_summed_outputs(base_connection) / count_summed_outputs(model.connections[0])
     eps = 1 / (width * depth) if is_completep else 1.0
     result_factors = _result_factors(model, base, width, output_factor)
-    width_exponents, depth_exponents = (
-        _read_exponents(model, "width_exponents"),
-        _read_exponents(model, "depth_exponents"),
-    )
+    width_exponents = _read_exponents(model, "width_exponents")
+    depth_exponents = _read_exponents(model, "depth_exponents")
     for owned, of_base in zip(owned_parameters(model), owned_parameters(base), strict=True):
         is_matrix = kind_of(owned) in ("matrix", "experts")
         exponent = width_exponents.get(owned.name, 1.0 if is_matrix else 0.0)

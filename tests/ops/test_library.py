@@ -9,12 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from depthlm.ops.library import FUNCTIONS, register
 
 
-@register(__name__, "double", torch.empty_like)
+@register("double", torch.empty_like)
 def double(x: Tensor) -> Tensor:
     return 2 * x
 
 
-@register(__name__, "add_all", mutates=["total"])
+@register("add_all", mutates=["total"])
 def add_all(xs: list[Tensor], total: Tensor) -> None:
     for x in xs:
         total += x

@@ -148,13 +148,9 @@ class KVCache:
     def _grow(self, pair: tuple[Tensor, Tensor] | None, end: int, *new: Tensor) -> tuple[Tensor, Tensor]:
         while self.max_length < end:
             self.max_length *= 2
-        stores = []
-        for i, tensor in enumerate(new):
-            batch, heads, _, width = tensor.shape
-            store = tensor.new_zeros(batch, heads, self.max_length, width)
-            if pair is not None:
-                store[:, :, : self.length] = pair[i][:, :, : self.length]
-            stores.append(store)
+        stores = [x.new_zeros(*x.shape[:2], self.max_length, x.shape[3]) for x in new]
+        for store, old in zip(stores, pair or (), strict=False):
+            store[:, :, : self.length] = old[:, :, : self.length]
         return stores[0], stores[1]
 
 

@@ -76,7 +76,7 @@ def allocate(parameters: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
     return [sources[0].new_empty(x, dtype=torch.float32) for x in shapes]
 
 
-@register(__name__, "depth_attend_few", schema=FORWARD)
+@register("depth_attend_few", schema=FORWARD)
 def forward(parameters, sources, start, eps, outputs):
     query, *bias = (align(x) for x in parameters)
     xs, (out, lse, raw, scale) = [align(x) for x in sources], outputs
@@ -91,7 +91,7 @@ def forward(parameters, sources, start, eps, outputs):
         attention_residuals_few_forward[grid](x_ptrs, wide, tensor_ptrs, *numbers, settings, num_warps=warps)
 
 
-@register(__name__, "depth_attend_few_backward", schema=BACKWARD)
+@register("depth_attend_few_backward", schema=BACKWARD)
 def launch_backward(grads, outputs, parameters, sources, start, eps, source_grads, added, sums):
     (query, *bias), (grad, *grad_lse) = ([align(x) for x in y] for y in (parameters, grads))
     *outs, lse, raw, scale = outputs

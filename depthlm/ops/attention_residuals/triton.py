@@ -101,7 +101,7 @@ def _settings(inputs: Inputs, eps: float | None, grad: Tensor | None = None) -> 
     return constants(Settings, d, padded, WIDTH // 2 if halved else WIDTH, eps, narrow, kind, grad_kind)
 
 
-@register(__name__, "depth_attend", schema=FORWARD)
+@register("depth_attend", schema=FORWARD)
 def forward(parameters, sources, start, eps, outputs):
     query, *bias = (align(x) for x in parameters)
     out, lse, raw, scale = outputs
@@ -114,7 +114,7 @@ def forward(parameters, sources, start, eps, outputs):
         attention_residuals_forward[grid](read_ptrs, (out, lse, raw, scale), *numbers, settings, num_warps=WARPS)
 
 
-@register(__name__, "depth_attend_backward", schema=BACKWARD)
+@register("depth_attend_backward", schema=BACKWARD)
 def launch_backward(grads, outputs, parameters, sources, start, eps, source_grads, added, sums):
     lse, raw, scale = outputs
     (query, *bias), (grad, *grad_lse), starts = ([align(x) for x in y] for y in (parameters, grads, start))

@@ -171,6 +171,6 @@ def _differentiate(ctx: Any, *grads_r: Tensor) -> tuple[Any, ...]:
 
 
 # registered operators, so that the compiled head has no graph break
-chunked = register(__name__, "linear_cross_entropy", _rows_like)(forward)
-chunked_backward = register(__name__, "linear_cross_entropy_backward", _gradients_like)(backward)
+chunked = register("linear_cross_entropy", _rows_like)(forward)
+chunked_backward = register("linear_cross_entropy_backward", _gradients_like)(backward)
 make_differentiable(chunked, _differentiate, _setup_context)

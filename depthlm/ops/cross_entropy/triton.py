@@ -29,7 +29,7 @@ class Tile(NamedTuple):
     columns: tl.constexpr
 
 
-@register(__name__, "cross_entropy", mutates=("to_nll_r", "to_logsumexp_r"))
+@register("cross_entropy", mutates=("to_nll_r", "to_logsumexp_r"))
 def losses(logits_rv: Tensor, targets_r: Tensor, to_nll_r: Tensor, to_logsumexp_r: Tensor) -> None:
     """Write nll_r and logsumexp_r in fp32. The nll of a target of -100 is undefined."""
     logits_rv = logits_rv.contiguous()
@@ -41,7 +41,7 @@ def losses(logits_rv: Tensor, targets_r: Tensor, to_nll_r: Tensor, to_logsumexp_
         )
 
 
-@register(__name__, "cross_entropy_backward", mutates=("to_rv",))
+@register("cross_entropy_backward", mutates=("to_rv",))
 def differentiate(logits_rv: Tensor, rows: list[Tensor], to_rv: Tensor) -> None:
     """Write the gradient of the logits to to_rv, which is contiguous and may be the logits themselves.
 

@@ -61,7 +61,7 @@ def allocate(parameters: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
     return [b.new_empty(len(sources), len(b), x.shape[:-1].numel(), dtype=torch.float32)]
 
 
-@register(__name__, "gated_reads", schema=FORWARD)
+@register("gated_reads", schema=FORWARD)
 def forward(parameters, sources, start, eps, outputs):
     b, w = (align(x) for x in parameters)
     out, score = outputs
@@ -76,7 +76,7 @@ def forward(parameters, sources, start, eps, outputs):
     )
 
 
-@register(__name__, "gated_reads_backward", schema=BACKWARD)
+@register("gated_reads_backward", schema=BACKWARD)
 def launch_backward(grads, outputs, parameters, sources, start, eps, source_grads, added, sums):
     b, w, grad = (align(x) for x in (*parameters, *grads))
     (score,), (partial,) = outputs, sums

@@ -37,7 +37,7 @@ def weighted(weights_sn: Tensor, sources: Sequence[Tensor], start_spd: Tensor | 
     return read(KERNELS, [weights_sn], sources, [] if start_spd is None else [start_spd])[0]
 
 
-@register(__name__, "weighted_reads", schema=FORWARD)
+@register("weighted_reads", schema=FORWARD)
 def forward(parameters, sources, start, eps, outputs):
     (weights,), (out,) = parameters, outputs
     inputs = inputs_of(sources, len(weights))
@@ -46,7 +46,7 @@ def forward(parameters, sources, start, eps, outputs):
     inputs.launch(denseformer_forward, inputs.tiles, WARPS, tensors, len(start), COUNT=len(weights))
 
 
-@register(__name__, "weighted_reads_backward", schema=BACKWARD)
+@register("weighted_reads_backward", schema=BACKWARD)
 def launch_backward(grads, outputs, parameters, sources, start, eps, source_grads, added, sums):
     (weights,), (partial,) = parameters, sums
     inputs = inputs_of(sources, len(weights), source_grads, added)

@@ -80,7 +80,7 @@ def _gradients(grad_bkte, q_bhte, mix_bkte, lse_btk, keys, values):
     return empty_heads(q_bhte), [empty_heads(x) for x in keys], [empty_heads(x) for x in values]
 
 
-@register(__name__, "depth_value_mix", _outputs)
+@register("depth_value_mix", _outputs)
 def forward(q_bhte: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return vmix_bkte in the widest dtype of the values, and the log-sum-exp of the scores, lse_btk, in fp32."""
     key, value = ([rows_of_heads(x) for x in xs] for xs in (keys, values))
@@ -90,7 +90,7 @@ def forward(q_bhte: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[T
     return mix.transpose(1, 2), lse
 
 
-@register(__name__, "depth_value_mix_backward", _gradients)
+@register("depth_value_mix_backward", _gradients)
 def backward(
     grad_bkte: Tensor, q_bhte: Tensor, mix_bkte: Tensor, lse_btk: Tensor, keys: list[Tensor], values: list[Tensor]
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:

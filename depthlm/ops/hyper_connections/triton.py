@@ -68,7 +68,7 @@ def _gradients(grads, sources, new, parameters, kept, eps):
     return [*map(torch.empty_like, [*sources, w]), kept[0].new_empty(count)]
 
 
-@register(__name__, "hyper_post_pre", _outputs)
+@register("hyper_post_pre", _outputs)
 def forward(sources: Tensors, parameters: Tensors, eps: float) -> Tensors:
     """Return input_btd, X'_btnd, post_btn, res_btij, pre_btn, and W x and 1 / rms of each stream."""
     outputs, (w, *others) = _outputs(sources, parameters, eps), parameters
@@ -78,7 +78,7 @@ def forward(sources: Tensors, parameters: Tensors, eps: float) -> Tensors:
     return outputs
 
 
-@register(__name__, "hyper_post_pre_backward", _gradients)
+@register("hyper_post_pre_backward", _gradients)
 def backward(grads: Tensors, sources: Tensors, new: Tensor, parameters: Tensors, kept: Tensors, eps: float) -> Tensors:
     """Return the gradients of the sources and of W, and those of the other parameters in one tensor."""
     (b, t, n, d), (pre, projected, _), (w, *others, scale) = new.shape, kept, parameters

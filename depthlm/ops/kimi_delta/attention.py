@@ -44,7 +44,7 @@ def delta_attention(
     """
     inputs = q_bthd, k_bthd, v_bthe, g_bthd, beta_bth
     if _by_fla(*inputs):
-        return _fla(*inputs, state_bhde, starts_bt)
+        return _fla(inputs, state_bhde, starts_bt)
     if q_bthd.shape[1] > 1:
         return chunked(*inputs, state_bhde, starts_bt)
     dtype = exact_dtype(inputs)
@@ -71,24 +71,17 @@ def _by_fla(q_bthd: Tensor, *others: Tensor) -> bool:
     return fused("kimi_delta", (q_bthd, *others), unsupported)
 
 
-def _fla(
-    q_bthd: Tensor,
-    k_bthd: Tensor,
-    v_bthe: Tensor,
-    g_bthd: Tensor,
-    beta_bth: Tensor,
-    state_bhde: Tensor | None,
-    starts_bt: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _fla(inputs: tuple[Tensor, ...], state_bhde: Tensor | None, starts_bt: Tensor | None) -> tuple[Tensor, Tensor]:
+    q_bthd, k_bthd, v_bthe, g_bthd, beta_bth = inputs
     # not a statement, since an export must not require the package
     kda, (b, t) = importlib.import_module("fla.ops.kda"), q_bthd.shape[:2]
     # its recurrence has no backward pass
     function = kda.fused_recurrent_kda if t == 1 and not torch.is_grad_enabled() else kda.chunk_kda
     # its kernels multiply tiles of q, k and v, which must have one dtype
-    inputs = [x.to(v_bthe.dtype) for x in (q_bthd, k_bthd)] + [v_bthe, upcast(g_bthd), beta_bth]
+    arguments = [x.to(v_bthe.dtype) for x in (q_bthd, k_bthd)] + [v_bthe, upcast(g_bthd), beta_bth]
     state = None if state_bhde is None else state_bhde.float()
     if starts_bt is None:
-        out_bthe, last_bhde = function(*inputs, initial_state=state, output_final_state=True)
+        out_bthe, last_bhde = function(*arguments, initial_state=state, output_final_state=True)
         return out_bthe, last_bhde
     # the documents of all sequences become sequences of different lengths
     begins_bt = starts_bt.clone()
@@ -101,7 +94,7 @@ def _fla(
         state_shde = zero_state(k_bthd[:1], v_bthe).float().repeat(len(offsets), 1, 1, 1)
         state_shde = state_shde.index_copy(0, first_b, state.masked_fill(starts_bt[:, :1, None, None], 0))
     out, last_shde = function(
-        *(x.flatten(0, 1)[None] for x in inputs),
+        *(x.flatten(0, 1)[None] for x in arguments),
         initial_state=state_shde,
         output_final_state=True,
         cu_seqlens=torch.cat((offsets, offsets.new_full((1,), b * t))),

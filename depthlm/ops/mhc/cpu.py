@@ -95,11 +95,21 @@ def write_and_read(
     return read_streams(pre_btn, x_btnd), x_btnd, post_btn, res_btij
 
 
-def mhc_maps(x_btnd: Tensor, parameters: Parameters, eps: float, iterations: int, form: Form = PAPER) -> Maps:
-    """Return the maps of the streams (`depthlm.ops.mhc.naive.mhc_maps`)."""
+def mhc_maps(
+    x_btnd: Tensor,
+    parameters: Parameters,
+    eps: float,
+    iterations: int,
+    form: Form = PAPER,
+    exact_map: Callable[[Tensor, int], Tensor] | None = None,
+) -> Maps:
+    """Return the maps of the streams (`depthlm.ops.mhc.naive.mhc_maps`).
+
+    exact_map: returns H_res of its columns of m and of n, without iterations; None: the one of Sinkhorn and Knopp.
+    """
     n = x_btnd.shape[2]
     phi_mw, norm_w, alpha, bias_m = parameters
-    widths = (n, n, n * n)[: len(alpha)]
+    widths = (n, n, len(bias_m) - 2 * n)[: len(alpha)]
     alpha_m = torch.cat([a.expand(width) for a, width in zip(alpha, widths, strict=True)])
     weight_mw = phi_mw if norm_w is None else norm_w * phi_mw
     m_btm = alpha_m * normed_projection(x_btnd.flatten(2), weight_mw, eps) + bias_m
@@ -107,6 +117,8 @@ def mhc_maps(x_btnd: Tensor, parameters: Parameters, eps: float, iterations: int
     pre, post = pre.sigmoid(), form.post_scale * post.sigmoid()
     # no addition if it is zero: each takes a pass over the maps
     pre, post = pre + form.pre_eps if form.pre_eps else pre, post + form.post_eps if form.post_eps else post
+    if exact_map is not None:
+        return Maps(pre, post, exact_map(res[0], n))
     return Maps(pre, post, sinkhorn(res[0].unflatten(-1, (n, n)), iterations, form.res_eps) if res else None)
 
 

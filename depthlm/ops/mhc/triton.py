@@ -88,7 +88,7 @@ def _gradients(grads, sources, new, parameters, kept, eps, iterations, form, dty
     return [*map(torch.empty_like, [*sources, *separate]), kept[1].new_empty(len(bias) + len(alpha))]
 
 
-@register(__name__, "mhc_post_pre", _outputs)
+@register("mhc_post_pre", _outputs)
 def forward(
     sources: Tensors, parameters: Tensors, eps: float, iterations: int, form: list[float], dtype: torch.dtype,
     late: bool,
@@ -117,7 +117,7 @@ def forward(
     return [*outputs, scaled_phi]
 
 
-@register(__name__, "mhc_post_pre_backward", _gradients)
+@register("mhc_post_pre_backward", _gradients)
 def backward(
     grads: Tensors, sources: Tensors, new: Tensor, parameters: Tensors, kept: Tensors,
     eps: float, iterations: int, form: list[float], dtype: torch.dtype, late: bool,

@@ -157,7 +157,7 @@ def write_again(node: Any) -> Tensor:
     return write_streams(_contiguous(saved_streams(node)[: node.counts[0]]))
 
 
-@register(__name__, "write_streams", lambda sources: torch.empty_like(sources[0]))
+@register("write_streams", lambda sources: torch.empty_like(sources[0]))
 def write_streams(sources: Tensors) -> Tensor:
     """Return X'_btnd = H_res X + H_post^T y, with the same bits as `mhc_post_pre` and `hyper_post_pre` in Triton."""
     x_btnd = sources[0]

@@ -153,15 +153,15 @@ def _add_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _triton_forward() -> Callable[..., tuple[Tensor, Tensor]]:
-    from depthlm.ops.moda.triton import moda_depth
+    from depthlm.ops.moda.triton import forward
 
-    return moda_depth
+    return forward
 
 
 def _triton_backward() -> Callable[..., Tensor]:
-    from depthlm.ops.moda.triton import moda_depth_backward
+    from depthlm.ops.moda.triton import backward
 
-    return moda_depth_backward
+    return backward
 
 
 def _unsupported(q_bhte: Tensor, *_: object) -> str | None:
@@ -202,7 +202,7 @@ def moda_depth_backward(
     grad_q_bhte: Tensor,
     entries_n2btke: Tensor,
     sums_n2btke: Tensor,
-    fresh: int = 0,
+    fresh: int,
 ) -> Tensor:
     """Return the gradient of q, in its dtype, and add those of the entries to the sums, in place.
 

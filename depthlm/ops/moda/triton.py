@@ -39,30 +39,6 @@ LOG2E = tl.constexpr(math.log2(math.e))
 GROUP, TILE = tl.constexpr(16), tl.constexpr(tiles_of("moda")["TILE"])
 
 
-def moda_depth(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke: Tensor) -> tuple[Tensor, Tensor]:
-    """Run `depthlm.ops.moda.merge.moda_depth` in Triton."""
-    _check(q_bhte, entries_n2btke, out=(out_bhte, q_bhte.shape), lse=(lse_bht, q_bhte.shape[:3]))
-    return forward(q_bhte, out_bhte, lse_bht, entries_n2btke)
-
-
-def moda_depth_backward(
-    grad_bhte: Tensor,
-    q_bhte: Tensor,
-    attended_bhte: Tensor,
-    lse_bht: Tensor,
-    grad_q_bhte: Tensor,
-    entries_n2btke: Tensor,
-    sums_n2btke: Tensor,
-    fresh: int = 0,
-) -> Tensor:
-    """Run `depthlm.ops.moda.merge.moda_depth_backward` in Triton."""
-    alike = {"grad": grad_bhte, "attended": attended_bhte, "grad_q": grad_q_bhte}
-    shapes = {name: (x, q_bhte.shape) for name, x in alike.items()}
-    shapes |= {"lse": (lse_bht, q_bhte.shape[:3]), "sums": (sums_n2btke, entries_n2btke.shape)}
-    _check(q_bhte, entries_n2btke, **shapes)
-    return backward(grad_bhte, q_bhte, attended_bhte, lse_bht, grad_q_bhte, entries_n2btke, sums_n2btke, fresh)
-
-
 def _check(q_bhte: Tensor, entries_n2btke: Tensor, **shapes: Any) -> None:
     (b, h, t, e), n, num_kv_heads = q_bhte.shape, entries_n2btke.shape[0], entries_n2btke.shape[4]
     expect("moda", q_bhte, entries=(entries_n2btke, (n, 2, b, t, num_kv_heads, e)), **shapes)
@@ -77,9 +53,10 @@ def _gradient(grad_bhte, q_bhte, attended_bhte, lse_bht, grad_q_bhte, entries_n2
     return empty_heads(q_bhte)
 
 
-@register(__name__, "moda_depth", _outputs)
+@register("moda_depth", _outputs)
 def forward(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke: Tensor) -> tuple[Tensor, Tensor]:
-    """Return attended_bhte in the dtype of q, and lse_bht in fp32, over sequence and depth; not differentiable."""
+    """Run `depthlm.ops.moda.merge.moda_depth` in Triton; not differentiable."""
+    _check(q_bhte, entries_n2btke, out=(out_bhte, q_bhte.shape), lse=(lse_bht, q_bhte.shape[:3]))
     q, lse = rows_of_heads(q_bhte), lse_bht.float().contiguous()
     attended, merged = torch.empty_like(q), torch.empty_like(lse)
     tensors = [rows_of_heads(out_bhte), lse, entries_n2btke.contiguous(), attended, merged]
@@ -87,7 +64,7 @@ def forward(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke: T
     return attended.transpose(1, 2), merged
 
 
-@register(__name__, "moda_depth_backward", _gradient, mutates=["sums_n2btke"])
+@register("moda_depth_backward", _gradient, mutates=["sums_n2btke"])
 def backward(
     grad_bhte: Tensor,
     q_bhte: Tensor,
@@ -98,7 +75,11 @@ def backward(
     sums_n2btke: Tensor,
     fresh: int,
 ) -> Tensor:
-    """Return the gradient of q, and add those of the entries to the sums. sums_n2btke: contiguous."""
+    """Run `depthlm.ops.moda.merge.moda_depth_backward` in Triton. sums_n2btke: contiguous."""
+    alike = {"grad": grad_bhte, "attended": attended_bhte, "grad_q": grad_q_bhte}
+    shapes = {name: (x, q_bhte.shape) for name, x in alike.items()}
+    shapes |= {"lse": (lse_bht, q_bhte.shape[:3]), "sums": (sums_n2btke, entries_n2btke.shape)}
+    _check(q_bhte, entries_n2btke, **shapes)
     assert sums_n2btke.is_contiguous()
     q, *queries = (rows_of_heads(x) for x in (q_bhte, grad_bhte, attended_bhte, grad_q_bhte))
     total, lse = torch.empty_like(q), lse_bht.float().contiguous()

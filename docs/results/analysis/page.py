@@ -21,7 +21,7 @@ from depthlm.report.tables import Table, cells, markdown, number_text, signed_te
 from depthlm.runs.records import WAITING
 from depthlm.sweeps import Point
 from docs.results.analysis import completep, depth, transfer
-from docs.results.analysis.archive import RESULTS, lines_of, points_of, sweep_of
+from docs.results.analysis.archive import RESULTS, lines_of, points_of, rows_of, sweep_of
 from docs.results.analysis.differences import row_of, with_deviation
 from docs.results.analysis.interventions import COSTS
 from docs.results.analysis.pictures import (
@@ -75,7 +75,7 @@ def read_records() -> Records:
 
 
 def main() -> None:
-    records, rows = read_records(), transfer.read_rows()
+    records, rows = read_records(), rows_of("transfer")
     content = blocks(records) | transfer.blocks(rows)
     for page in (*PAGES, transfer.PAGE):
         replace_text(page, with_blocks(page.read_text(), content))

@@ -69,13 +69,9 @@ def draw_differences(study: Study, path: Path, stamp: str) -> None:
         for model in (*LEARNED, *STATIC)
         for layers, number in zip(study.layers, pooled_group(study, [model]), strict=True)
     }
-    save(figure, path, f"{stamp}; below 0: better than vanilla; {BARS}{beyond(means, FARTHEST)}")
-
-
-def beyond(numbers: Mapping[str, float], limit: float) -> str:
-    """Return a text with the numbers that are beyond the limit of a picture."""
-    far = [f"{label} ({number:+.2f})" for label, number in numbers.items() if abs(number) > limit]
-    return f"\nbeyond the picture: {', '.join(far)}" if far else ""
+    far = [f"{label} ({mean:+.2f})" for label, mean in means.items() if abs(mean) > FARTHEST]
+    beyond = f"\nbeyond the picture: {', '.join(far)}" if far else ""
+    save(figure, path, f"{stamp}; below 0: better than vanilla; {BARS}{beyond}")
 
 
 def draw_over_layers(

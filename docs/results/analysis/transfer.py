@@ -10,18 +10,13 @@ from depthlm.report.figures.style import shade
 from depthlm.report.rows import Row, measure_column
 from depthlm.report.tables import DASH, Cell, Table, cells, markdown, number_text
 from depthlm.runs.plots import MARKERS, grid, save, subplots
-from docs.results.analysis.archive import RESULTS, rows_of
+from docs.results.analysis.archive import RESULTS
 from docs.results.analysis.coordinate_check import draw
 
 PAGE = RESULTS / "transfer.md"
 COORDINATES = FOLDER / "coordinate-check-xeon-2-cores.json"
 BASE, LABELS = "base size", ("standard", "CompleteP")
 TASKS = (BASE, "width x 2", "width x 4", "depth x 2", "depth x 4")
-
-
-def read_rows() -> list[Row]:
-    """Return the rows of the experiment, with its committed runs."""
-    return rows_of("transfer")
 
 
 def blocks(rows: Sequence[Row]) -> dict[str, str]:
@@ -50,12 +45,9 @@ def coordinates() -> Table:
 
 def losses(rows: Sequence[Row], model: str, label: str, task: str) -> dict[str, float]:
     """Return the loss of each learning rate; at the base size, CompleteP is the standard parametrization."""
-
-    def has(row: Row) -> bool:
-        wanted = {"label": LABELS[0] if task == BASE else label, "task": task}
-        return row.settings["model"] == model and wanted.items() <= row.parts.items()
-
-    known = {row.settings["optimizer.lr"]: measure_column(row, VALIDATION_LOSS) for row in rows if has(row)}
+    wanted = {"label": LABELS[0] if task == BASE else label, "task": task}
+    own = [row for row in rows if row.settings["model"] == model and wanted.items() <= row.parts.items()]
+    known = {row.settings["optimizer.lr"]: measure_column(row, VALIDATION_LOSS) for row in own}
     return {rate: number.mean for rate, number in known.items() if number is not None}
 
 

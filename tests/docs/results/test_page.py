@@ -47,7 +47,7 @@ def test_the_tables_on_transfer_are_those_of_the_records(monkeypatch):
     directory = property(lambda point: known[key(point.settings, "model", "parametrization")])
     monkeypatch.setattr(Point, "directory", directory)
     text = transfer.PAGE.read_text()
-    assert page.with_blocks(text, transfer.blocks(transfer.read_rows())) == text, (
+    assert page.with_blocks(text, transfer.blocks(archive.rows_of("transfer"))) == text, (
         "run `python docs/results/analysis/page.py`"
     )
 
