@@ -30,31 +30,26 @@ def build_model(config: Config, device: str | torch.device = "cpu") -> Decoder:
     On `meta` it has shapes but no weights. On other devices each parameter is drawn from its own generator, seeded by
     (seed, its name), so that parameters shared by two mechanisms have the same initial values. A mechanism's settings
     are data: no `_target_` inside them is instantiated.
+
+    Raises ValueError if the mechanism refuses the parametrization or its base size.
     """
     connection, attention = factories(config.model)
     with torch.device("meta"):
         model = Decoder(config.size, config.backbone, connection, attention, config.model.loops)
-    parametrize_as(config, model)
+    name, base = config.parametrization.name, config.parametrization.base_size
+    if name != "standard":
+        assert isinstance(base, Size)
+        same_depth = replace(base, num_layers=config.size.num_layers)
+        with torch.device("meta"):
+            narrow = Decoder(same_depth, config.backbone, connection, attention, config.model.loops)
+            spec = SublayerSpec(0, "attention", config.model.loops * base.num_layers)
+            base_connection = connection(spec, base, config.backbone)
+        parametrize(model, narrow, name, base_connection)
     model.kernels = config.kernels
     model.fp32_residual = config.precision.fp32_residual
     if torch.device(device).type != "meta":
         draw_weights(config, model, device)
     return model
-
-
-def parametrize_as(config: Config, model: Decoder) -> None:
-    """Give a model the factors of `parametrization`. Raises ValueError if the mechanism refuses it or the base size."""
-    name, base = config.parametrization.name, config.parametrization.base_size
-    if name == "standard":
-        return
-    assert isinstance(base, Size)
-    connection, attention = factories(config.model)
-    same_depth = replace(base, num_layers=config.size.num_layers)
-    with torch.device("meta"):
-        narrow = Decoder(same_depth, config.backbone, connection, attention, loops=config.model.loops)
-        spec = SublayerSpec(0, "attention", config.model.loops * base.num_layers)
-        base_connection = connection(spec, base, config.backbone)
-    parametrize(model, narrow, name, base_connection)
 
 
 def draw_weights(config: Config, model: Decoder, device: str | torch.device) -> None:

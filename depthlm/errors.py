@@ -39,17 +39,13 @@ def nearest(given: str, allowed: Iterable[str], cutoff: float = 0.6) -> str:
     cutoff: the least similarity, from 0 to 1; among thousands of values, some is similar to any text.
     """
     candidates = list(allowed)
-    # a leaf typed without its group, as in `lr` for `optimizer.lr`
-    close = sorted((name for name in candidates if name.rsplit(".", 1)[-1] == given), key=_is_size_key)[:3]
+    # a leaf typed without its group, as in `lr` for `optimizer.lr`; keys of size are only defaults of others
+    leaves = [name for name in candidates if name.rsplit(".", 1)[-1] == given]
+    close = sorted(leaves, key=lambda name: name.startswith("size."))[:3]
     # spelled with other capitals, as in `mHC`
     close = close or [name for name in candidates if name.casefold() == given.casefold()]
     close = close or difflib.get_close_matches(given, candidates, n=1, cutoff=cutoff)
     return f"; did you mean {' or '.join(f'`{name}`' for name in close)}?" if close else ""
-
-
-def _is_size_key(name: str) -> bool:
-    # keys of size, such as size.lr, are only defaults of others
-    return name.startswith("size.")
 
 
 def join_names(allowed: Iterable[object]) -> str:

@@ -179,20 +179,15 @@ def check_yaml(text: str) -> None:
             raise yaml.composer.ComposerError(None, None, what, event.start_mark)
 
 
-def write_record(file: Path, record: dict[str, Any]) -> None:
-    """Replace a file's content with a record and its SHA-256."""
-    replace_text(file, json.dumps({"record": record, "sha256": _record_digest(record)}))
+def add_digest(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record with the SHA-256 of everything else in it."""
+    content = {name: value for name, value in record.items() if name != "sha256"}
+    return content | {"sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
 
-def read_record(file: Path) -> dict[str, Any] | None:
-    """Return the record that was written, or None if the file is missing or damaged."""
-    content = read_json(file)
-    record = content.get("record")
-    return record if isinstance(record, dict) and content.get("sha256") == _record_digest(record) else None
-
-
-def _record_digest(record: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+def is_intact(record: dict[str, Any]) -> bool:
+    """Return whether a record has the digest of `add_digest`, so that it has not changed since."""
+    return record.get("sha256") == add_digest(record)["sha256"]
 
 
 def is_inside(file: Path, folder: Path) -> bool:

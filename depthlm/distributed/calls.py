@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from depthlm.distributed.process_group import on_any_rank
+from depthlm.distributed.process_group import gather, on_any_rank
 from depthlm.distributed.watchdog import Activity
 
 # calls a function by its name on all ranks with one argument, and returns the values by rank
@@ -68,8 +68,7 @@ def serve(
                 receive(value)
             if kind == CALL:
                 name, argument = value
-                outcomes: list[Any] = [None] * torch.distributed.get_world_size()
-                torch.distributed.all_gather_object(outcomes, _attempt(functions[name], argument))
+                outcomes = gather(_attempt(functions[name], argument))
                 if any(failure == STOPPED for _, failure in outcomes):
                     return ""
                 if leader is not None:

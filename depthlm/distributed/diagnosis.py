@@ -124,8 +124,8 @@ def report_stalled(heartbeats: Mapping[int, Heartbeat], names: Mapping[int, str]
     heartbeat = active[blamed[0]]
     if len(blamed) < len(active):
         verb = "has" if len(blamed) == 1 else "have"
-        place = f"{heartbeat.place()}{_location(heartbeat)}"
-        text = f"{name_ranks(blamed, names)} {verb} made {pause}, in {place}; the others wait"
+        line = f", at {heartbeat.line}" if heartbeat.line else ""
+        text = f"{name_ranks(blamed, names)} {verb} made {pause}, in {heartbeat.place()}{line}; the others wait"
         return FailureReport(blamed, text)
     lines: dict[str, list[int]] = {}
     for rank, other in active.items():
@@ -185,10 +185,6 @@ def abort(report: FailureReport, rank: int, main: int) -> None:
     log_thread.start()
     log_thread.join(LOG_SECONDS)
     os._exit(report.code)
-
-
-def _location(heartbeat: Heartbeat) -> str:
-    return f", at {heartbeat.line}" if heartbeat.line else ""
 
 
 def _log_report(report: FailureReport, rank: int, main: int) -> None:

@@ -148,20 +148,17 @@ def end_on_signal(report: Report) -> Iterator[None]:
 
 def _handle_in_main_thread(react: Callable[[int], None]) -> AbstractContextManager[None]:
     """Return a context that calls `react` for signals. In another thread than the main one, Python's handlers stay."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    return on_signals(_list_watched(), react) if in_main_thread else nullcontext()
+    if threading.current_thread() is not threading.main_thread():
+        return nullcontext()
+    # under nohup, closing the terminal must not end the run
+    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return on_signals(WATCHED if nohup else (*WATCHED, signal.SIGHUP), react)
 
 
 def _end(report: Report, code: int, line: str) -> NoReturn:
     say(line)
     report(SystemExit(code))
     end_process(code)
-
-
-def _list_watched() -> tuple[int, ...]:
-    # under nohup, closing the terminal must not end the run
-    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return WATCHED if nohup else (*WATCHED, signal.SIGHUP)
 
 
 def _leave_terminal() -> None:

@@ -74,10 +74,7 @@ def watch_ranks(ranks: Ranks, rank_timeout: float, stall_timeout: float) -> Iter
     SystemExit with its own code.
     """
     activity = Activity()
-    if ranks.world_size == 1:
-        yield activity
-        return
-    watcher = start_watcher(ranks, activity, rank_timeout, 60 * stall_timeout)
+    watcher = None if ranks.world_size == 1 else start_watcher(ranks, activity, rank_timeout, 60 * stall_timeout)
     if watcher is None:
         yield activity
         return

@@ -43,7 +43,7 @@ class Job:
     @property
     def key(self) -> str:
         """The key of its result in evaluation.json if it has one metric, else the beginning of the keys."""
-        return f"{_prefix(self.shots)}/{self.name}"
+        return f"{WORDS.get(self.shots, self.shots)}_shot/{self.name}"
 
     def is_in(self, results: dict[str, Any]) -> bool:
         """Return whether results have those of this job."""
@@ -198,10 +198,6 @@ def hub_or_cache(jobs: Sequence[Job]) -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
-
-
-def _prefix(shots: int) -> str:
-    return f"{WORDS.get(shots, str(shots))}_shot"
 
 
 def _suite(names: Sequence[str]) -> Suite | None:

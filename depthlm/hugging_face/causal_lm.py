@@ -238,9 +238,6 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         """Return the embedding, whose matrix a tied head also uses."""
         return self.decoder.embedding
 
-    def get_output_embeddings(self) -> None:
-        """Return None: a tied head owns no matrix, so transformers has nothing to tie."""
-
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:

@@ -1,6 +1,5 @@
 """The manifest of a checkpoint: its content, its own digest, and its validation."""
 
-import hashlib
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -10,11 +9,10 @@ from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, ValidationE
 from pydantic.dataclasses import dataclass as validated_dataclass
 
 from depthlm.errors import UserError
-from depthlm.files import read_text
+from depthlm.files import add_digest, is_intact, read_text
 from depthlm.run_directory import MANIFEST, step_of
 
 FORMAT_VERSION = 2
-SEAL = "sha256"
 
 
 class CheckpointError(UserError):
@@ -131,8 +129,7 @@ class Manifest(Progress):
 
 def seal(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return a manifest with the format version and the SHA-256 of everything else in it."""
-    manifest = {"format_version": FORMAT_VERSION, **manifest}
-    return {**manifest, SEAL: _digest(manifest)}
+    return add_digest({"format_version": FORMAT_VERSION, **manifest})
 
 
 def parse_manifest(path: Path) -> Manifest:
@@ -152,7 +149,7 @@ def parse_manifest(path: Path) -> Manifest:
             f"{path}: its {MANIFEST} has format version {version}, and this depthlm reads version {FORMAT_VERSION}; "
             "use the depthlm that wrote it"
         )
-    if content.get(SEAL) != _digest(content):
+    if not is_intact(content):
         raise CheckpointError(f"{path}: {MANIFEST} is not what was saved (its SHA-256 differs)")
     try:
         manifest = Manifest(**content)
@@ -166,8 +163,3 @@ def parse_manifest(path: Path) -> Manifest:
     if step_of(path) not in (None, manifest.step):
         raise CheckpointError(f"{path}: {MANIFEST} is of step {manifest.step}")
     return manifest
-
-
-def _digest(manifest: dict[str, Any]) -> str:
-    content = {name: value for name, value in manifest.items() if name != SEAL}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

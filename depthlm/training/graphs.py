@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from depthlm.data.sampler import inputs_and_targets
 from depthlm.model.experts import Routing
 from depthlm.model.layer import UNOBSERVED, Observer
 from depthlm.training.engine import Engine
+from depthlm.training.engine.sharding import replaced
 from depthlm.training.plan import Plan
 
 log = logging.getLogger("depthlm")
@@ -117,18 +118,11 @@ def record_waits() -> Iterator[list[str]]:
         warnings.filterwarnings("always", WAITS)
         show = warnings.showwarning
 
-        def record(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
+        def record(message: Warning | str, *place: Any, **named: Any) -> None:
             if WAITS in str(message):
                 waits.append(line_of(traceback.extract_stack()[:-1]))
             else:
-                show(message, category, filename, lineno, file, line)
+                show(message, *place, **named)
 
         warnings.showwarning = record
         yield waits
@@ -252,15 +246,10 @@ class MicroBatchGraphs:
         log.warning("the run continues without CUDA graphs: %s", reason)
 
     def _passes(self, inputs: Sequence[Tensor]) -> Passes:
-        model = self.engine.model
-        model.max_documents = self.max_documents
-        try:
-            with self.engine.skip_reduction():
-                passes, loss = run_forward(self.engine, inputs[0], (*inputs, None)[1], self.z_loss)
-                self.engine.backward(loss * self.factor)
-        finally:
-            # batches of validation may have more
-            model.max_documents = None
+        # batches of validation may have more documents
+        with self.engine.skip_reduction(), replaced(self.engine.model, max_documents=self.max_documents):
+            passes, loss = run_forward(self.engine, inputs[0], (*inputs, None)[1], self.z_loss)
+            self.engine.backward(loss * self.factor)
         return passes
 
     def _attach(self, gradients: Sequence[Tensor | None] | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from depthlm.data import loader
-from depthlm.distributed.process_group import on_any_rank
+from depthlm.distributed.process_group import on_any_rank, on_rank_0
 from depthlm.distributed.signals import STOPPED, StopRequest
 from depthlm.machine import environment
 from depthlm.model.layer import UNOBSERVED
@@ -30,7 +30,6 @@ from depthlm.training.monitoring.metrics import (
     RoutingMeter,
     Stopwatch,
     SublayerNormMeter,
-    open_metrics,
     peak_memory_gib,
     start_profiler,
 )
@@ -68,7 +67,9 @@ class Trainer:
         self.is_rank_0 = setup.ranks.rank == 0
         self.paths = RunDirectory.of(setup.config.output_dir)
         self.peak_flops = environment.peak_flops(environment.device_name(self.device.type), self.config.precision.name)
-        self.metrics = open_metrics(self.paths.metrics, progress.step, progress.row)
+        self.metrics = MetricsFile(self.paths.metrics if self.is_rank_0 else None, progress.step, progress.row)
+        # the decisions of all ranks depend on its newest row
+        self.metrics.last = on_rank_0(lambda: self.metrics.last)
         norms = self.paths.sublayer_norms
         has_norms = self.is_rank_0 and (self.training.log_blocks_every is not None or norms.exists())
         self.sublayer_norms = MetricsFile(norms if has_norms else None, progress.step)

@@ -2,8 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -63,11 +62,20 @@ def open_url(url: str) -> BinaryIO:
     Raises DataError, also while reading, for a file that does not exist or a hub that cannot be reached.
     """
     from huggingface_hub import HfFileSystem
+    from huggingface_hub.hf_file_system import HfFileSystemFile
 
     repo, _, rest = url.removeprefix("hf://datasets/").partition("@")
-    explained = partial(_explain_errors, url, repo, rest.partition("/")[0])
-    with explained():
-        return io.BufferedReader(_Stream(HfFileSystem().open(url, "rb", block_size=_BLOCK), explained))
+    revision = rest.partition("/")[0]
+
+    class File(HfFileSystemFile):
+        """A file of the hub; errors while reading are raised as DataError."""
+
+        def read(self, length: int = -1) -> bytes:
+            with _explain_errors(url, repo, revision):
+                return super().read(length)
+
+    with _explain_errors(url, repo, revision):
+        return io.BufferedReader(File(HfFileSystem(), url, block_size=_BLOCK))
 
 
 def hub_tokenizer(name: str, others: Sequence[str] = ()) -> dict[str, bytes]:
@@ -163,30 +171,6 @@ def _find_matching(base: str, patterns: list[str]) -> list[str]:
         return list(dict.fromkeys(DataFilesList.from_patterns(patterns, base, _FORMATS)))
     except FileNotFoundError:
         return []
-
-
-class _Stream(io.RawIOBase):
-    """A file of the hub; errors while reading are raised as DataError."""
-
-    def __init__(self, file: Any, explained: Callable[[], AbstractContextManager[None]]) -> None:
-        self._file, self._explained = file, explained
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        with self._explained():
-            return self._file.readinto(buffer)
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self._file.seek(offset, whence)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 @contextmanager

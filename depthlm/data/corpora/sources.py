@@ -29,16 +29,12 @@ _SIGNS = ("dataset_infos.json", "dataset_dict.json", ".cache/huggingface")
 _SHOWN = 3
 
 
-# How documents are held out; earlier versions held them out by their names.
-BY_CONTENT = "held out by content"
-
-
 @dataclass(frozen=True)
 class TextFiles:
     """The files of one source. held_out: null where documents are held out by a hash of their text.
 
-    description: what the text was made from, for the manifest. state: a digest of the files' modification times, and
-    how documents are held out; an unfinished preparation with another one starts from scratch.
+    description: what the text was made from, for the manifest. state: a digest of the files' modification times; an
+    unfinished preparation with another one starts from scratch.
     times: a digest that also covers when the system last changed each file (ctime), which no program can set; empty on
     the hub. unread: the other content of the folder, a line for each reason why it is not read.
     """
@@ -46,7 +42,7 @@ class TextFiles:
     train: list[TextFile]
     held_out: list[TextFile] | None = None
     description: dict[str, Any] = field(default_factory=dict)
-    state: str = BY_CONTENT
+    state: str = ""
     times: str = ""
     unread: tuple[str, ...] = ()
 
@@ -175,7 +171,7 @@ def _local_files(name: str, source: Source) -> TextFiles:
     description["listing"] = _digest([(name, stat.st_size) for name, stat in stats])
     if not source.source:
         description["python"] = platform.python_version()
-    state = _digest([(BY_CONTENT, 0), *((name, stat.st_mtime_ns) for name, stat in stats)])
+    state = _digest([(name, stat.st_mtime_ns) for name, stat in stats])
     times = _digest([(name, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats])
     return TextFiles(train, held_out, description, state, times, unread)
 

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 
 from depthlm.data.corpora.documents import REASONS, Reader, digest_of, documents, held_out_share, is_validation
 from depthlm.data.corpora.formats import TextFile
 from depthlm.data.corpora.sources import TextFiles
-from depthlm.data.manifest import Manifest, dtype_of, little_endian
+from depthlm.data.manifest import Manifest, dtype_of
 from depthlm.data.preparation.progress import Position, ProgressBar, ProgressFile, SplitWriter
 from depthlm.data.settings import Data, Source
 from depthlm.data.token_files import quota, vocab_size
@@ -46,15 +45,6 @@ MIN_CHECKED_TOKENS = 2**20
 
 # Batches that are read before a core is free to encode them.
 AHEAD = 2
-
-# The states of a document, stored by their index: good, or the reason why it is bad.
-STATES = ["", *REASONS]
-# A piece after encoding: the position after it, the number of its ids and of its bytes of text, whether it is held out,
-# whether it is the last one of its document, and the index of its state.
-ROW = np.dtype(
-    [(name, "<i8") for name in (*Position._fields, "tokens", "bytes")]
-    + [("held_out", "?"), ("last", "?"), ("state", "<i8")]
-)
 
 
 @dataclass(frozen=True)
@@ -125,16 +115,12 @@ class Section(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Pieces that were encoded at once: a ROW of each, and the ids of all, [n]. done: the share of the source read."""
+    """Pieces encoded at once, with the ids and the bytes of text of each. done: the share of the source read."""
 
-    rows: NDArray[np.void]
-    ids: NDArray[np.integer]
+    pieces: list[Piece]
+    ids: list[list[int]]
+    sizes: list[int]
     done: float
-
-    @property
-    def after(self) -> Position:
-        """The position after the last piece."""
-        return Position(*(int(self.rows[name][-1]) for name in Position._fields))
 
 
 def encode(job: Job) -> Manifest:
@@ -160,8 +146,9 @@ def encode(job: Job) -> Manifest:
             if full:
                 break
             # a position lies between documents: a shard completed within a document is recorded at the document's end
-            if batch.rows["last"][-1] and (shards := sum(len(writer.shards) for writer in writers.values())) > saved:
-                progress.save(batch.after, writers, skipped)
+            last = batch.pieces[-1]
+            if last.last and (shards := sum(len(writer.shards) for writer in writers.values())) > saved:
+                progress.save(last.after, writers, skipped)
                 saved = shards
     train, validation = writers[False], writers[True]
     _check_splits(job, train.documents, validation.documents, skipped)
@@ -181,14 +168,13 @@ def encode(job: Job) -> Manifest:
 
 def encoded_batches(job: Job, position: Position) -> Generator[Encoded]:
     """Encode the source from a position on, some batches ahead of the one that is yielded."""
-    dtype = little_endian(dtype_of(job.vocab_size))
     with ThreadPoolExecutor(environment.cores()) as pool:
         waiting: deque[Future[Encoded]] = deque()
         batches = _batches(job, position)
         try:
             while True:
                 while len(waiting) < environment.cores() + AHEAD and (batch := next(batches, None)) is not None:
-                    waiting.append(pool.submit(_encode, job.tokenizer, *batch, dtype))
+                    waiting.append(pool.submit(_encode, job.tokenizer, *batch))
                 if not waiting:
                     return
                 yield waiting.popleft().result()
@@ -279,20 +265,11 @@ def _pieces(job: Job, start: Position) -> Iterator[tuple[Piece, int, Reader]]:
                     yield Piece(held_out, part, not end, after, before=before), files_read, reader
 
 
-def _encode(tokenizer: Tokenizer, batch: list[Piece], done: float, dtype: np.dtype[Any]) -> Encoded:
-    good = [piece for piece in batch if not piece.bad]
-    encoded = iter(tokenizer.encode_batch([piece.text for piece in good], [piece.before for piece in good]))
-    ids: list[int] = []
-    rows = []
-    for piece in batch:
-        before = len(ids)
-        if not piece.bad:
-            ids += next(encoded)
-            if piece.last:
-                ids.append(tokenizer.end_of_text)
-        counts = len(ids) - before, len(piece.text.encode())
-        rows.append((*piece.after, *counts, piece.held_out, piece.last, STATES.index(piece.bad)))
-    return Encoded(np.array(rows, ROW), np.array(ids, dtype), done)
+def _encode(tokenizer: Tokenizer, batch: list[Piece], done: float) -> Encoded:
+    """Encode pieces; a bad one has no text."""
+    encoded = tokenizer.encode_batch([piece.text for piece in batch], [piece.before for piece in batch])
+    ids = [part + piece.last * [tokenizer.end_of_text] for piece, part in zip(batch, encoded, strict=True)]
+    return Encoded(batch, ids, [len(piece.text.encode()) for piece in batch], done)
 
 
 def _write(writers: dict[bool, SplitWriter], skipped: Counter[str], batch: Encoded, job: Job) -> bool:
@@ -300,20 +277,21 @@ def _write(writers: dict[bool, SplitWriter], skipped: Counter[str], batch: Encod
 
     A quota does not count as full, however small it is, before a document has been held out.
     """
-    rows, full = batch.rows, False
-    if job.quota is not None:
-        train = writers[False].tokens + np.cumsum(rows["tokens"] * ~rows["held_out"])
-        held_out = writers[True].documents + np.cumsum(rows["held_out"] & rows["last"])
-        fills = rows["last"] & (held_out > 0) & (train >= job.quota)
-        if full := bool(fills.any()):
-            rows = rows[: fills.argmax() + 1]
-    ids, good = batch.ids[: rows["tokens"].sum()], rows["state"] == 0
+    ids: dict[bool, list[int]] = {held: [] for held in writers}
+    documents, text_bytes, full = Counter[bool](), Counter[bool](), False
+    for piece, piece_ids, size in zip(batch.pieces, batch.ids, batch.sizes, strict=True):
+        if piece.bad:
+            skipped[piece.bad] += 1
+            continue
+        ids[piece.held_out] += piece_ids
+        documents[piece.held_out] += piece.last
+        text_bytes[piece.held_out] += size
+        tokens, held_out = writers[False].tokens + len(ids[False]), writers[True].documents + documents[True]
+        full = job.quota is not None and piece.last and held_out > 0 and tokens >= job.quota
+        if full:
+            break
     for held, writer in writers.items():
-        in_split = good & (rows["held_out"] == held)
-        if in_split.any():
-            split_ids = ids[np.repeat(in_split, rows["tokens"])]
-            writer.add(split_ids, int(rows["last"][in_split].sum()), int(rows["bytes"][in_split].sum()))
-    skipped.update(STATES[state] for state in rows["state"][~good])
+        writer.add(np.array(ids[held], np.int64), documents[held], text_bytes[held])
     return full
 
 

@@ -158,34 +158,30 @@ def import_tokens(job: Import) -> Manifest:
     target = job.folder.resolve()
     check_name(target.name)
     files = [_Ids(file, job.dtype) for file in job.files]
-    with lock_tokens(target, "Free some space or fix the cause, then run the same command again.", stderr_console()):
-        return _import(job, files, target)
-
-
-def _import(job: Import, files: Sequence[_Ids], target: Path) -> Manifest:
-    """Make the token files; the lock must be held. Raises DataError and OSError."""
-    flags = _find_held_out(job, files)
-    settings = {
-        "version": VERSION,
-        "imported": [[str(ids.file.resolve()), ids.sha256, str(ids.dtype)] for ids in files],
-        "tokenizer": job.tokenizer.fingerprint,
-        "end_of_text": job.tokenizer.end.token,
-        "validation_fraction": job.held_out,
-    }
-    if Manifest.exists(target):
-        manifest = Manifest.read(target)
-        if manifest.settings != settings:
-            raise DataError("the folder has other token files", job.folder, "Set another --to, or remove it.")
-        return manifest
-    check_empty(target)
-    partial = target.with_name(f"{target.name}.partial")
-    progress_file.check_mark(partial, settings)
-    if partial.exists():
-        progress_file.clear(partial)
-    progress_file.begin(partial, settings, job.tokenizer)
-    manifest = _write(job, files, flags, partial, settings)
-    manifest.write(partial)
-    publish(partial, target)
+    remedy = "Free some space or fix the cause, then run the same command again."
+    with lock_tokens(target, remedy, stderr_console()) as is_complete:
+        flags = _find_held_out(job, files)
+        settings = {
+            "version": VERSION,
+            "imported": [[str(ids.file.resolve()), ids.sha256, str(ids.dtype)] for ids in files],
+            "tokenizer": job.tokenizer.fingerprint,
+            "end_of_text": job.tokenizer.end.token,
+            "validation_fraction": job.held_out,
+        }
+        if is_complete:
+            manifest = Manifest.read(target)
+            if manifest.settings != settings:
+                raise DataError("the folder has other token files", job.folder, "Set another --to, or remove it.")
+            return manifest
+        check_empty(target)
+        partial = target.with_name(f"{target.name}.partial")
+        progress_file.check_mark(partial, settings)
+        if partial.exists():
+            progress_file.clear(partial)
+        progress_file.begin(partial, settings, job.tokenizer)
+        manifest = _write(job, files, flags, partial, settings)
+        manifest.write(partial)
+        publish(partial, target)
     return manifest
 
 

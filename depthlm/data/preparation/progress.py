@@ -23,7 +23,7 @@ from depthlm.data.manifest import Shard, Split, little_endian
 from depthlm.data.token_files import differences
 from depthlm.data.tokenizers import TOKENIZER_CONFIG, Tokenizer
 from depthlm.errors import DataError
-from depthlm.files import read_json, read_record, replace_text, sync, write_record
+from depthlm.files import add_digest, is_intact, read_json, replace_text, sync
 
 FILE_NAME = "progress.json"
 # the first file of a folder in preparation, with its settings; a folder without this file is never changed
@@ -153,7 +153,7 @@ class ProgressFile:
         """Record that everything before the position is on the disk."""
         states = {writer.stem: writer.state() for writer in writers.values()}
         progress = {"position": position, "writers": states, "left_out": skipped}
-        write_record(self.file, self.key | {"times": self.times} | progress)
+        replace_text(self.file, json.dumps(add_digest(self.key | {"times": self.times} | progress)))
 
     def restore(self, writers: dict[bool, SplitWriter], skipped: Counter[str]) -> Position | None:
         """Restore the writers and counts and return the position; without a valid file, only return None."""
@@ -168,8 +168,8 @@ class ProgressFile:
 
 def read(folder: Path) -> dict[str, Any] | None:
     """Return the folder's progress record; None without a valid one, or if a file it lists is missing or too short."""
-    record = read_record(folder / FILE_NAME)
-    if record is None or not (folder / "tokenizer.json").is_file():
+    record = read_json(folder / FILE_NAME)
+    if not is_intact(record) or not (folder / "tokenizer.json").is_file():
         return None
     sizes = {name: size for state in record["writers"].values() for name, size in state["sizes"].items()}
     with suppress(OSError):

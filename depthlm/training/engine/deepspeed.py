@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from depthlm.training.engine.sharding import (
     deepspeed_settings,
     half_dtype,
     prepare_sharding,
+    replaced,
     undo_sharding,
 )
 from depthlm.training.plan import Plan
@@ -143,19 +144,20 @@ class Engine:
 
         `torch.save` writes each of them. They alias the state, which the next step changes.
         """
-        original, collector = self.deepspeed.checkpoint_engine, Collector(self.deepspeed.checkpoint_engine)
-        self.deepspeed.checkpoint_engine = collector
-        # DeepSpeed would copy its recovery script into the folder
-        self.deepspeed._copy_recovery_script = lambda _: None
-        try:
-            with experts.as_dense(self.deepspeed):
-                self.deepspeed.save_checkpoint(str(checkpoint), tag=STATE, save_latest=False)
-        finally:
-            self.deepspeed.checkpoint_engine = original
+        states: dict[Path, Any] = {}
+
+        def collect(state_dict: dict[str, Any], path: str) -> None:
+            states[Path(path)] = state_dict
+
+        with (
+            experts.as_dense(self.deepspeed),
+            # DeepSpeed would create folders, also on a full disk, and copy its recovery script into one
+            replaced(self.deepspeed.checkpoint_engine, save=collect, makedirs=lambda *_, **__: None),
+            replaced(self.deepspeed, _copy_recovery_script=lambda _: None),
+        ):
+            self.deepspeed.save_checkpoint(str(checkpoint), tag=STATE, save_latest=False)
         stage = self.deepspeed.zero_optimization_stage()
-        return experts.add_expert_states(
-            collector.states, self.deepspeed.optimizer, self.model, checkpoint / STATE, stage
-        )
+        return experts.add_expert_states(states, self.deepspeed.optimizer, self.model, checkpoint / STATE, stage)
 
     def weights(self, keep: Callable[[str, Tensor], Tensor] = copy_to_cpu) -> dict[str, Tensor]:
         """Return the full weights by name, each copied by `keep`; collective, and empty on all ranks but rank 0.
@@ -192,11 +194,13 @@ class Engine:
         configured = settings_of(optimizer)
         spread = spread_weights(self.model) or experts.spread_files(checkpoint / STATE)
         load = (lambda **_: experts.load_weights(checkpoint, self.model)) if spread else None
-        repartition = partial(load_repartitioned, checkpoint / STATE, self.zero, self.model, saved_experts or 1)
-        with (
-            experts.as_dense(self.deepspeed),
-            replace_loading(self.deepspeed, repartition) if saved_experts is not None else contextlib.nullcontext(),
-        ):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(experts.as_dense(self.deepspeed))
+            if saved_experts is not None:
+                # DeepSpeed then loads only its own counters, and asks neither for a file of each rank nor for weights
+                stack.enter_context(replaced(self.deepspeed._config, load_universal_checkpoint=True))
+                load_all = partial(load_repartitioned, checkpoint / STATE, self.zero, self.model, saved_experts)
+                stack.enter_context(replaced(self.deepspeed.optimizer, load_state_dict=lambda **_: load_all()))
             loaded, _ = self.deepspeed.load_checkpoint(str(checkpoint), tag=STATE, custom_load_fn=load)
         if loaded is None:
             raise CheckpointError(f"{checkpoint}: DeepSpeed found no state in it")
@@ -264,24 +268,6 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
     return Engine(engine, model, optimizer, reducer_of(config, plan, engine, model), guard)
 
 
-class Collector:
-    """A substitute for DeepSpeed's checkpoint engine that collects what DeepSpeed would write."""
-
-    def __init__(self, checkpoint_engine: Any) -> None:
-        self.checkpoint_engine = checkpoint_engine
-        self.states: dict[Path, Any] = {}
-
-    def save(self, state_dict: dict[str, Any], path: str) -> None:
-        """Collect the content of a file."""
-        self.states[Path(path)] = state_dict
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Create nothing: the disk may be full."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.checkpoint_engine, name)
-
-
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the entries of each group that the configuration decides. All others are part of the optimizer's state."""
     arguments = inspect.signature(type(optimizer)).parameters
@@ -289,19 +275,6 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         {key: value for key, value in group.items() if key in GROUP_KEYS or (key in arguments and key != "params")}
         for group in optimizer.param_groups
     ]
-
-
-@contextlib.contextmanager
-def replace_loading(deepspeed: Any, load: Callable[[], None]) -> Iterator[None]:
-    """Let DeepSpeed load only its own counters, and `load` the weights and the optimizer."""
-    # DeepSpeed then asks neither for a file of each rank nor for the weights in it
-    deepspeed._config.load_universal_checkpoint = True
-    deepspeed.optimizer.load_state_dict = lambda **_: load()
-    try:
-        yield
-    finally:
-        del deepspeed.optimizer.load_state_dict
-        deepspeed._config.load_universal_checkpoint = False
 
 
 def reducer_of(config: Config, plan: Plan, engine: Any, model: Decoder) -> Reducer | None:

@@ -10,8 +10,7 @@ files. At ZeRO 1 and 2, DeepSpeed saves the optimizer states of every rank; the 
 names there, which `load_repartitioned` joins.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from depthlm.model import Decoder, initialize
 from depthlm.model.experts import Experts, Spread, spread_of
 from depthlm.model.parameters import OwnedParameter, owned_parameters, part_of
 from depthlm.runs.checkpoints import STATE, WEIGHTS
-from depthlm.training.engine.sharding import configure_deepspeed
+from depthlm.training.engine.sharding import configure_deepspeed, replaced
 
 
 def draw_spread(config: Config, model: Decoder, device: torch.device) -> None:
@@ -72,32 +71,27 @@ def reduction_group(weight: Tensor) -> Any:
     return groups._get_expert_data_parallel_group(group_name(spread.ranks))
 
 
-def spread_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights that are spread over ranks, by name."""
-    return {name: weight for name, weight in model.named_parameters() if spread_of(weight) is not None}
+def spread_weights(model: nn.Module) -> dict[str, tuple[Tensor, Spread]]:
+    """Return the weights that are spread over ranks, by name, each with how it is."""
+    weights = ((name, weight, spread_of(weight)) for name, weight in model.named_parameters())
+    return {name: (weight, spread) for name, weight, spread in weights if spread is not None}
 
 
 def mark_experts(model: Decoder, optimizer: torch.optim.Optimizer) -> None:
     """Mark spread weights and their optimizer groups as DeepSpeed's ZeRO 1 and 2 expect them."""
-    for weight in spread_weights(model).values():
+    for weight, spread in spread_weights(model).values():
         weight.allreduce = False  # type: ignore[attr-defined]
-        weight.group_name = group_name(spread_of(weight).ranks)  # type: ignore
+        weight.group_name = group_name(spread.ranks)  # type: ignore[attr-defined]
     for group in optimizer.param_groups:
-        if (spread := spread_of(group["params"][0])) is not None:
-            group |= {"moe": True, "name": group_name(spread.ranks)}
+        if (of_group := spread_of(group["params"][0])) is not None:
+            group |= {"moe": True, "name": group_name(of_group.ranks)}
 
 
-@contextmanager
-def detect_experts(model: Decoder) -> Iterator[None]:
+def detect_experts(model: Decoder) -> AbstractContextManager[None]:
     """Let DeepSpeed treat spread experts as its own, which it recognizes by their class, while it builds an engine."""
     from deepspeed.runtime import engine
 
-    original = engine.MoE
-    engine.MoE = Experts if spread_weights(model) else original
-    try:
-        yield
-    finally:
-        engine.MoE = original
+    return replaced(engine, MoE=Experts if spread_weights(model) else engine.MoE)
 
 
 def total_norm(parameters: list[nn.Parameter]) -> Tensor:
@@ -118,21 +112,14 @@ def part_name(name: str, rank: int, ranks: int) -> str:
 
 def name_parts(engine: Any, model: nn.Module) -> None:
     """Give spread weights the names of `part_name` in the optimizer states of ZeRO 1 and 2."""
-    for name, weight in spread_weights(model).items():
-        spread = spread_of(weight)
-        assert spread is not None
+    for name, (weight, spread) in spread_weights(model).items():
         engine.param_names[weight] = part_name(name, spread.rank, spread.ranks)
     engine.optimizer._param_slice_mappings = engine.optimizer._create_param_mapping()
 
 
-@contextmanager
-def as_dense(engine: Any) -> Iterator[None]:
+def as_dense(engine: Any) -> AbstractContextManager[None]:
     """Let DeepSpeed save and load a model as if it had no experts: it knows only the files of its own layers."""
-    detected, engine.has_moe_layers = engine.has_moe_layers, False
-    try:
-        yield
-    finally:
-        engine.has_moe_layers = detected
+    return replaced(engine, has_moe_layers=False)
 
 
 def add_expert_states(
@@ -142,10 +129,8 @@ def add_expert_states(
 
     folder: of DeepSpeed's files.
     """
-    weights, rank = spread_weights(model), torch.distributed.get_rank()
-    for name, weight in weights.items():
-        spread = spread_of(weight)
-        assert spread is not None
+    rank = torch.distributed.get_rank()
+    for name, (weight, spread) in spread_weights(model).items():
         if stage == 0 and 0 < rank < spread.ranks:
             states.setdefault(_file(folder, rank), {})[name] = dict(optimizer.state[weight])
     return states

@@ -134,9 +134,9 @@ class Exchange:
         sizes = [sum(f.length for _, f in fragments) for fragments in self.outgoing]
         other_sizes = [sum(f.length for f in fragments) for fragments in self.incoming]
         flat = update.to(self.device)
-        arrived = self._send(
-            concatenate([flat[f.offset : f.offset + f.length] for _, f in outgoing], flat), sizes, other_sizes
-        )
+        # there may be none to send, and nothing cannot be concatenated
+        sent = torch.cat([flat[:0], *(flat[f.offset : f.offset + f.length] for _, f in outgoing)])
+        arrived = self._send(sent, sizes, other_sizes)
         parts = dict(zip(incoming, arrived.split([f.length for f in incoming]), strict=True))
         for shape, group in itertools.groupby(self.matrices, lambda matrix: matrix.shape):
             matrices = list(group)
@@ -144,7 +144,8 @@ class Exchange:
             for matrix, result in zip(matrices, orthogonalize(stack, steps), strict=True):
                 elements = result.reshape(-1)
                 parts |= {f: elements[f.start : f.start + f.length] for f in matrix.fragments}
-        returned = self._send(concatenate([parts[f] for f in incoming], flat), other_sizes, sizes).to(update.device)
+        results = torch.cat([flat[:0], *(parts[f] for f in incoming)])
+        returned = self._send(results, other_sizes, sizes).to(update.device)
         for (shape, f), values in zip(outgoing, returned.split([f.length for _, f in outgoing]), strict=True):
             yield Orthogonalized(f.offset, values, shape)
 
@@ -154,11 +155,6 @@ class Exchange:
         result = elements.new_empty(sum(received))
         torch.distributed.all_to_all_single(result, elements, received, sent, group=self.ranks)
         return result
-
-
-def concatenate(tensors: list[Tensor], like: Tensor) -> Tensor:
-    """Return the concatenation of flat tensors; an empty tensor if there are none."""
-    return torch.cat(tensors) if tensors else like.new_empty(0)
 
 
 def matrices_of(partition: Partition) -> Iterator[Matrix]:

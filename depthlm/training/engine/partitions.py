@@ -6,7 +6,6 @@ ranks. DeepSpeed's own converter knows only the two moments of Adam.
 """
 
 import itertools
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,7 +149,11 @@ def load_repartitioned(folder: Path, zero: Any, model: nn.Module, saved_experts:
     saved_experts: over how many ranks the checkpoint spreads the experts. Raises CheckpointError if a file or a
     parameter is missing.
     """
-    files = sorted(folder.glob("*zero_pp_rank_*_optim_states.pt"), key=rank_of)
+    prefix = "zero_pp_rank_"
+    files = sorted(
+        folder.glob(f"*{prefix}*_optim_states.pt"),
+        key=lambda file: int(file.name.partition(prefix)[2].partition("_")[0]),
+    )
     if not files:
         raise CheckpointError(f"{folder}: there are no states of an optimizer")
     contents = [torch.load(file, mmap=True, weights_only=False, map_location="cpu") for file in files]
@@ -178,13 +181,6 @@ def load_repartitioned(folder: Path, zero: Any, model: nn.Module, saved_experts:
     else:
         # DeepSpeed gathers the weights itself after this
         zero._load_global_state(contents[0])
-
-
-def rank_of(file: Path) -> int:
-    """Return the rank that wrote a file of DeepSpeed."""
-    match = re.search(r"zero_pp_rank_(\d+)_", file.name)
-    assert match is not None
-    return int(match[1])
 
 
 def pieces_of(contents: list[dict[str, Any]], folder: Path) -> dict[str, list[Piece]]:
@@ -229,20 +225,15 @@ def fill(partition: Partition, names: dict[nn.Parameter, str], parts: dict[str, 
     for parameter, fragment in partition.local_fragments():
         spread = spread_of(parameter)
         begin = fragment.start + (0 if spread is None else spread.rank * parameter.numel())
-        for start, piece in find_overlapping(parts[names[parameter]], begin, begin + fragment.length):
+        # where a piece starts in the parameter
+        start = 0
+        for piece in parts[names[parameter]]:
             first, last = max(begin, start), min(begin + fragment.length, start + piece.length)
-            target_elements = slice(fragment.offset + first - begin, fragment.offset + last - begin)
-            saved_elements = slice(piece.offset + first - start, piece.offset + last - start)
-            for key, target in ({MASTER: flat} | states).items():
-                target[target_elements] = piece.states[key][saved_elements]
+            if first < last:
+                target_elements = slice(fragment.offset + first - begin, fragment.offset + last - begin)
+                saved_elements = slice(piece.offset + first - start, piece.offset + last - start)
+                for key, target in ({MASTER: flat} | states).items():
+                    target[target_elements] = piece.states[key][saved_elements]
+            start += piece.length
     values = {key: value.clone() if isinstance(value, Tensor) else value for key, value in example.values.items()}
     return states | values
-
-
-def find_overlapping(pieces: list[Piece], begin: int, end: int) -> Iterator[tuple[int, Piece]]:
-    """Yield the pieces that have elements from `begin` to `end` of a parameter, and where each of them starts."""
-    start = 0
-    for piece in pieces:
-        if start < end and begin < start + piece.length:
-            yield start, piece
-        start += piece.length

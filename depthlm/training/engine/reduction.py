@@ -8,8 +8,8 @@ ask all ranks, except where each of them has the whole gradient: at ZeRO 0, and 
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch.optim import AdamW
 
 from depthlm.model.experts import spread_of
 from depthlm.training.engine.experts import reduction_group, total_norm
+from depthlm.training.engine.sharding import replaced
 
 # fused optimizers are slower on gradients that do not start at a multiple of 16 bytes
 ALIGNMENT = 16
@@ -81,14 +82,9 @@ class Reducer:
         self.running.clear()
         self.missing = [len(bucket) for bucket in self.buckets]
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> AbstractContextManager[None]:
         """Return a context in which nothing is reduced. A later `finish` reduces all."""
-        self.is_paused = True
-        try:
-            yield
-        finally:
-            self.is_paused = False
+        return replaced(self, is_paused=True)
 
     def remove(self) -> None:
         """Remove the hooks on the parameters."""

@@ -89,15 +89,6 @@ class MetricsFile:
         self.waiting.clear()
 
 
-def open_metrics(path: Path, after_step: int, saved: dict[str, Any]) -> MetricsFile:
-    """Open metrics.jsonl on rank 0, and give all ranks its newest row, which their decisions depend on. Collective."""
-    metrics = MetricsFile(path if torch.distributed.get_rank() == 0 else None, after_step, saved)
-    last = [metrics.last]
-    torch.distributed.broadcast_object_list(last)
-    metrics.last = last[0]
-    return metrics
-
-
 def cut_after(path: Path, step: int) -> dict[str, Any]:
     """Truncate a file after its last complete row of at most this step, and return that row; {} if there is none.
 
