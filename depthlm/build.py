@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from depthlm.config import Config
-from depthlm.config.classes import check_target, check_trusted, factories, targets
-from depthlm.config.saved import changed_code, load_config
+from depthlm.config.classes import check_target, check_trusted, code_digests, factories, targets
+from depthlm.config.saved import compare, load_config
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.model import Decoder, initialize
@@ -79,7 +79,7 @@ def load_checkpoint(
     for part, settings in (("connection", config.model.connection), ("attention", config.model.attention)):
         if errors := check_target(f"model.{part}", settings):
             raise UserError(f"{directory}: {'; '.join(errors)}")
-    for name, words in changed_code(config).items():
+    for name, words in compare({"code": config.code}, {"code": code_digests(config)}).items():
         log.warning("%s: %s has changed since the training: %s", directory, name, words)
     model, manifest = _load_newest(config, directory, device)
     if model.kernels == "triton":

@@ -57,7 +57,7 @@ class PointsSweeper(Sweeper):
         ]
         # points that were refused: their directory contains a complete run with other settings, or nothing
         refused = [directory for directory in failed if read_run(directory).state in (COMPLETE, WAITING)]
-        print_points(points, dict.fromkeys(refused, FAILED))
+        print_points(points, dict.fromkeys(refused, (FAILED, "")))
         experiments = {experiment_of(point.overrides) for point in points}
         is_trained = normal_value("dry_run", by_name(arguments).get("dry_run", "false")) == "false"
         if is_trained and len(points) > 1 and experiments == {experiment_of(arguments)}:

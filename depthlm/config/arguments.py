@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from depthlm.config.keys import Key, keys, override_text, split_list, validate
+from depthlm.config.keys import keys, override_text, split_list, validate
 from depthlm.counts import format_count
 from depthlm.errors import UserError, join_names, nearest
 
@@ -35,13 +35,13 @@ def read_arguments(schema: type[Arguments], given: Sequence[str], prefix: str = 
             errors.append(f"{prefix}{text}: no such key; allowed: {join_names(known)}{nearest(name, known)}")
         else:
             values[name] = None if value == "null" else split_list(value) if known[name].is_list else value
-    read, places = validate(schema, {key.name: "" for key in _find_required(schema)} | values)
-    for name in dict.fromkeys(place[0] for place in places if place[0] in values):
-        close = nearest(str(values[name]), known[name].choices)
-        errors.append(f"{prefix}{name}={override_text(values[name])}: must be {known[name].wanted}{close}")
-    errors += [
-        f"{prefix}{key.name}=...: is missing: {key.doc}" for key in _find_required(schema) if key.name not in values
-    ]
+    read, places = validate(schema, values)
+    for name in dict.fromkeys(place[0] for place in places):
+        if name in values:
+            close = nearest(str(values[name]), known[name].choices)
+            errors.append(f"{prefix}{name}={override_text(values[name])}: must be {known[name].wanted}{close}")
+        else:
+            errors.append(f"{prefix}{name}=...: is missing: {known[name].doc}")
     if errors or read is None:
         raise UserError("\n".join([f"{format_count(len(errors), 'mistake')}:", *(f"  - {e}" for e in errors)]))
     return read
@@ -49,22 +49,9 @@ def read_arguments(schema: type[Arguments], given: Sequence[str], prefix: str = 
 
 def describe_keys(schema: type) -> str:
     """Return one line per key, with its documentation and default, for --help."""
-    required = {key.name for key in _find_required(schema)}
-    defaults = {field.name: field.default for field in dataclasses.fields(schema)}
     lines = []
-    for key in keys(schema).values():
+    for field in dataclasses.fields(schema):
         # an empty list or text is no setting, and neither is the factory of a list
-        printed = key.name not in required and defaults[key.name] not in (None, "", dataclasses.MISSING)
-        default = f" (default {defaults[key.name]})" if printed else ""
-        lines.append(f"  {key.name + '=':18} {key.doc}{default}")
+        default = "" if field.default in (None, "", dataclasses.MISSING) else f" (default {field.default})"
+        lines.append(f"  {field.name + '=':18} {field.metadata['description']}{default}")
     return "\n".join(lines)
-
-
-def _find_required(schema: type) -> list[Key]:
-    fields = {field.name: field for field in dataclasses.fields(schema)}
-    missing = dataclasses.MISSING
-    return [
-        key
-        for key in keys(schema).values()
-        if fields[key.name].default is missing and fields[key.name].default_factory is missing
-    ]

@@ -6,11 +6,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.classes import code_digests
 from depthlm.config.from_run import (
@@ -26,7 +23,7 @@ from depthlm.config.from_run import (
 from depthlm.config.hydra_context import Files, compose_raw, hydra_at_conf, ignored_files, keep_text, state_of_files
 from depthlm.config.keys import check_fields, replace_values
 from depthlm.config.names import given_names
-from depthlm.config.resolve import resolve, resolve_saved
+from depthlm.config.resolve import COMPOSING, resolve, resolve_saved
 from depthlm.config.saved import load_config, read_config
 from depthlm.config.schema import Config
 from depthlm.config.validate.checks import check_together
@@ -117,7 +114,7 @@ def _compose_fields(sources: Sources) -> tuple[Config, Config | None]:
     with hydra_at_conf():
         config: Config | None = None
         errors: list[str] = []
-        with suppress(HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError):
+        with suppress(*COMPOSING):
             config, errors = check_fields(compose_texts(texts, config_dir))
         if config is None or refused or any(map(is_odd, texts)):
             allowed = [text for text in texts if text not in refused]

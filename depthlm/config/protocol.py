@@ -4,11 +4,10 @@ import shlex
 from dataclasses import asdict, fields
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from depthlm.config.hydra_context import compose_raw, hydra_at_conf, value_text
+from depthlm.config.hydra_context import value_text
+from depthlm.config.resolve import compose_fields
 from depthlm.config.schema import Config, run_steps
-from depthlm.counts import count_text, parse_count
+from depthlm.counts import count_text
 from depthlm.locations import CONF, command
 from depthlm.model.shape import Size
 from depthlm.optimizers import Optimizer
@@ -72,11 +71,10 @@ def prepare_command(config: Config) -> str:
     """Return the command that prepares `data=<name>`, with every setting that differs from conf/data/<name>.yaml."""
     name = config.data.name
     chosen = [f"data={name}"] if (CONF / "data" / f"{name}.yaml").is_file() else []
-    with hydra_at_conf():
-        defaults = OmegaConf.to_container(compose_raw(chosen, None).data)
-    return " ".join(
-        [command("data/prepare.py", "prepare"), *chosen, *_list_differing("data", asdict(config.data), defaults)]
-    )
+    composed = compose_fields(chosen, None)
+    assert composed is not None
+    differing = _list_differing("data", asdict(config.data), asdict(composed.data))
+    return " ".join([command("data/prepare.py", "prepare"), *chosen, *differing])
 
 
 def _list_differing(prefix: str, values: dict[str, Any], defaults: Any) -> list[str]:
@@ -85,12 +83,6 @@ def _list_differing(prefix: str, values: dict[str, Any], defaults: Any) -> list[
         default = defaults.get(key) if isinstance(defaults, dict) else None
         if isinstance(value, dict):
             words += _list_differing(f"{prefix}.{key}", value, default)
-        elif f"{prefix}.{key}".removeprefix("data.") not in _UNUSED and not _same(value, default):
+        elif f"{prefix}.{key}".removeprefix("data.") not in _UNUSED and value != default:
             words.append(shlex.quote(f"{prefix}.{key}={value_text(f'{prefix}.{key}', value)}"))
     return words
-
-
-def _same(value: Any, default: Any) -> bool:
-    if isinstance(default, str) and isinstance(value, int):
-        return parse_count(default) == value
-    return value == default

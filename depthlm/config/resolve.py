@@ -113,15 +113,21 @@ def find_differences(config: Config, overrides: Sequence[str], config_dir: str |
     return {name: named_value(values, name, given[name]) for name in by_importance(needed)}
 
 
+def compose_fields(overrides: Sequence[str], config_dir: str | Path | None) -> Config | None:
+    """Return the configuration that overrides compose, before what follows from them; None for invalid ones."""
+    with hydra_at_conf(), suppress(*COMPOSING):
+        return check_fields(compose_raw(overrides, config_dir))[0]
+    return None
+
+
 @functools.lru_cache(maxsize=1024)
 def _compose_from(overrides: tuple[str, ...], config_dir: str | Path | None, files: Files) -> dict[str, Any] | None:
     """Return the values that overrides compose, before those that follow from the tokenizer; None for invalid ones."""
-    with hydra_at_conf(), suppress(*COMPOSING):
-        config, _ = check_fields(compose_raw(overrides, config_dir))
-        if config is not None:
-            names = given_names(overrides)
-            return asdict(with_base_size(shrink_to_budget(config, names, overrides), names, config_dir))
-    return None
+    config = compose_fields(overrides, config_dir)
+    if config is None:
+        return None
+    names = given_names(overrides)
+    return asdict(with_base_size(shrink_to_budget(config, names, overrides), names, config_dir))
 
 
 def _alternatives(name: str) -> set[str]:
@@ -201,8 +207,7 @@ def with_base_size(config: Config, given: Set[str], config_dir: str | Path | Non
         raise ConfigError(
             [f"parametrization.base_size={name}: no such size; allowed: {join_names(known)}{nearest(name, known)}"]
         )
-    with hydra_at_conf():
-        composed, _ = check_fields(compose_raw([f"size={name}"], config_dir))
+    composed = compose_fields([f"size={name}"], config_dir)
     assert composed is not None
     base = replace(config, size=composed.size)
     base_size = replace_values(base, _widths(base)).size

@@ -22,8 +22,7 @@ import yaml
 from hydra.utils import get_class
 from omegaconf._utils import get_omega_conf_dumper, get_yaml_loader
 
-from depthlm.config.classes import code_digests
-from depthlm.config.keys import flatten, keys, on_resume, validate_values
+from depthlm.config.keys import flatten, keys, on_resume, validate_values, value_at
 from depthlm.config.schema import Config
 from depthlm.errors import UserError
 from depthlm.files import YAML_LOADER, check_yaml, read_text, read_yaml
@@ -168,10 +167,7 @@ def _default(name: str, settings: Mapping[str, Any]) -> Any:
     if group in ("model.connection", "model.attention") and "_target_" in settings:
         parameter = inspect.signature(get_class(settings["_target_"])).parameters.get(key)
         return None if parameter is None or parameter.default is parameter.empty else parameter.default
-    value: Any = _defaults()
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
+    return value_at(_defaults(), name)
 
 
 @functools.cache
@@ -182,47 +178,32 @@ def _defaults() -> dict[str, Any]:
 def check_reach(directory: Path, config: Config, trust: Sequence[str], needed: Callable[[str], bool]) -> None:
     """Raise UserError if the saved configuration of somebody else's run names paths, addresses or services.
 
+    `fields.key` declares these settings with `outside`. Those with the value of a file in conf/ are allowed.
+
     needed: whether the command takes a setting from the run.
     """
-    if not is_own(directory):
-        settings = {name: value for name, value in outside_settings(config).items() if needed(name)}
-        check_outside(settings, trust, str(directory))
+    if RUN in trust or is_own(directory):
+        return
+    listed = "\n".join(
+        f"  - {name}: {value}"
+        for name, value in flatten(asdict(config)).items()
+        if (key := _find_key(name)) in keys()
+        and keys()[key].metadata["outside"]
+        and value not in (None, [], {})
+        and f"{key}={value}" not in _shipped_values()
+        and needed(name)
+    )
+    if listed:
+        raise UserError(
+            f"{directory}: you did not train this run on this machine, or its config.yaml was edited. It names paths, "
+            f"addresses or services:\n{listed}\nGive each of them, or trust={RUN} to take them from the run."
+        )
 
 
 def signature(text: str) -> str | None:
     """Return the signature of a text by this user's key; None where the key can be neither read nor created."""
     key = _key()
     return None if key is None else hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
-
-
-def changed_code(config: Config) -> dict[str, str]:
-    """Return the classes whose code is not that of a saved configuration, each with a description of both."""
-    return compare({"code": config.code}, {"code": code_digests(config)})
-
-
-def outside_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that name paths, addresses or services, unless a file in conf/ has the same value.
-
-    `fields.key` declares them with `outside`.
-    """
-    outside = {key for key, declared in keys().items() if declared.metadata["outside"]}
-    return {
-        name: value
-        for name, value in flatten(asdict(config)).items()
-        if (key := _find_key(name)) in outside
-        and value not in (None, [], {})
-        and f"{key}={value}" not in _shipped_values()
-    }
-
-
-def check_outside(settings: Mapping[str, Any], trust: Sequence[str], where: str) -> None:
-    """Raise UserError for settings of somebody else's run that name paths, addresses or services."""
-    if settings and RUN not in trust:
-        listed = "\n".join(f"  - {name}: {value}" for name, value in settings.items())
-        raise UserError(
-            f"{where}: you did not train this run on this machine, or its config.yaml was edited. It names paths, "
-            f"addresses or services:\n{listed}\nGive each of them, or trust={RUN} to take them from the run."
-        )
 
 
 def _find_key(name: str) -> str:

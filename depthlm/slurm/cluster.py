@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -109,20 +109,6 @@ def read_cluster(overrides: list[str]) -> Cluster:
     return cluster
 
 
-class QueuedJob(NamedTuple):
-    """The job of a run directory: its state as that of a run, and why it waits, if it does."""
-
-    state: str
-    note: str
-
-
-class _Array(NamedTuple):
-    """A job array: the folder of its submission, and the run directory of each index."""
-
-    snapshot: Path
-    directories: list[str]
-
-
 def record_array(snapshot: Path, job: str, directories: list[str]) -> None:
     """Record that a job array trains these run directories, one per index."""
     with (snapshot / JOBS).open("a") as file:
@@ -131,17 +117,16 @@ def record_array(snapshot: Path, job: str, directories: list[str]) -> None:
 
 def job_logs(folders: Iterable[Path]) -> dict[str, Path]:
     """Return the log of the last job that was submitted for each run directory."""
-    return {
-        directory: array.snapshot / f"log-{job}_{index}.txt"
-        for job, array in _arrays(folders).items()
-        for index, directory in enumerate(array.directories)
-    }
+    return dict(_tasks(folders).values())
 
 
-def queued_points(folders: Iterable[Path]) -> dict[str, QueuedJob]:
-    """Return the job of each run directory that has one. Raises UserError if SLURM does not answer."""
-    arrays = _arrays(folders)
-    if not arrays:
+def queued_points(folders: Iterable[Path]) -> dict[str, tuple[str, str]]:
+    """Return the job of each run directory that has one: its state as that of a run, and why it waits, if it does.
+
+    Raises UserError if SLURM does not answer.
+    """
+    tasks = _tasks(folders)
+    if not tasks:
         return {}
     queue = _run("squeue", "--noheader", "--array", "--format=%F %K %T %r")
     if queue is None:
@@ -152,21 +137,17 @@ def queued_points(folders: Iterable[Path]) -> dict[str, QueuedJob]:
         if (entry := re.fullmatch(r"(\d+) (\d+) ([A-Z_]+)(?: (.*))?", line.strip())) is None:
             continue
         job, index, state, reason = entry.groups()
-        directories = arrays[job].directories if job in arrays else []
-        directory = dict(enumerate(directories)).get(int(index))
+        directory, _ = tasks.get((job, int(index)), (None, None))
         if directory is not None and state not in ENDED and read_run(directory).state != COMPLETE:
             known = "" if reason in (None, "None", "(null)") else f"waits: {reason}"
-            jobs[directory] = QueuedJob(WAITING, known) if state in NOT_BEGUN else QueuedJob(RUNNING, "")
+            jobs[directory] = (WAITING, known) if state in NOT_BEGUN else (RUNNING, "")
     return jobs
 
 
 def max_array_size() -> int:
     """Return the maximum number of points in one job array."""
-    for line in (_run("scontrol", "show", "config") or "").splitlines():
-        name, _, value = line.partition("=")
-        if name.strip() == "MaxArraySize" and value.strip().isdigit():
-            return max(1, int(value) - 1)
-    return MAX_ARRAY_SIZE - 1
+    shown = re.search(r"^\s*MaxArraySize\s*=\s*(\d+)\s*$", _run("scontrol", "show", "config") or "", re.MULTILINE)
+    return max(1, int(shown[1] if shown else MAX_ARRAY_SIZE) - 1)
 
 
 def _settings(file: Path) -> list[str]:
@@ -192,9 +173,9 @@ def _text(name: str, value: Any, file: Path) -> str:
     return "null" if text in ("", "~") and name not in ("setup", "extra") else text
 
 
-def _arrays(folders: Iterable[Path]) -> dict[str, _Array]:
-    """Return the arrays that were submitted from these folders by the ids of their jobs, in order."""
-    arrays = {}
+def _tasks(folders: Iterable[Path]) -> dict[tuple[str, int], tuple[str, Path]]:
+    """Return the run directory and the log of each submitted task, by the job of its array and its index, in order."""
+    tasks: dict[tuple[str, int], tuple[str, Path]] = {}
     for folder in sorted(set(folders)):
         for file in sorted(folder.glob(f"*/{JOBS}")):
             try:
@@ -205,11 +186,12 @@ def _arrays(folders: Iterable[Path]) -> dict[str, _Array]:
             for number, line in enumerate(lines, 1):
                 try:
                     array = json.loads(line)
-                    directories = [str(directory) for directory in array["directories"]]
-                    arrays[str(array["job"])] = _Array(file.parent, directories)
+                    job = str(array["job"])
+                    for index, directory in enumerate(array["directories"]):
+                        tasks[job, index] = str(directory), file.parent / f"log-{job}_{index}.txt"
                 except (ValueError, KeyError, TypeError, RecursionError):
                     print(f"{file}:{number}: not a record of a job; its points count as not submitted", file=sys.stderr)
-    return arrays
+    return tasks
 
 
 def _run(*command: str) -> str | None:

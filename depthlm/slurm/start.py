@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from depthlm.accounting.memory import MemoryEstimator, UntracedError
-from depthlm.config import Config, prepare_command
+from depthlm.config import prepare_command
 from depthlm.config.validate.machine import check_ranks
 from depthlm.counts import gib_text
 from depthlm.data import check_prepared
@@ -35,17 +35,18 @@ def check_start(points: Iterable[Point], cluster: Cluster) -> None:
     may resume what is in its directory.
     """
     reasons: dict[str, list[str]] = {}
-    memory_checked: dict[str, str | None] = {}
+    memory_checked: dict[str, list[str]] = {}
+    ranks, available = cluster.ranks(), cluster.memory_per_rank()
+    device = torch.device("cuda" if cluster.gpus_per_node else "cpu")
     for point in points:
         config = point.config_elsewhere()
-        ranks = cluster.ranks()
         mistakes = [f"{mistake}; {RANKS_SET_BY}" for mistake in check_ranks(config, ranks.world_size)]
-        if not mistakes:
+        if not mistakes and available is not None:
             settings = asdict(config)
             key = json.dumps({name: settings[name] for name in MEMORY_GROUPS} | {"class": config.optimizer._target_})
             if key not in memory_checked:
-                memory_checked[key] = _memory_error(config, cluster)
-            mistakes = [*filter(None, [memory_checked[key]])]
+                memory_checked[key] = _errors(check_memory, config, ranks, device, available)
+            mistakes += memory_checked[key]
         mistakes += _errors(check_prepared, config.data, partial(prepare_command, config))
         mistakes += _errors(check_run_directory, config)
         for mistake in mistakes:
@@ -73,18 +74,6 @@ def memory_note(points: Iterable[Point], cluster: Cluster) -> str:
         return f"memory is not checked: {error}"
     remedies = f"; in {COMMON_GPU / 1e9:.0f} GB fit: {'; '.join(fitting)}" if fitting else ""
     return f"{directory} needs {gib_text(total)} of each GPU{remedies}"
-
-
-def _memory_error(config: Config, cluster: Cluster) -> str | None:
-    available = cluster.memory_per_rank()
-    if available is None:
-        return None
-    device = torch.device("cuda" if cluster.gpus_per_node else "cpu")
-    try:
-        check_memory(config, cluster.ranks(), device, available)
-    except UserError as error:
-        return str(error)
-    return None
 
 
 def _errors(check: Callable[..., object], *arguments: object) -> list[str]:

@@ -83,12 +83,10 @@ def status(overrides: list[str], config_dir: str | None) -> None:
     points = check_points(overrides, config_dir, here=False)
     folders = [sweep_folder(point) for point in points]
     jobs = queued_points(folders)
-    states = {directory: job.state for directory, job in jobs.items()}
-    notes = {directory: job.note for directory, job in jobs.items()}
     for directory, log in job_logs(folders).items():
         if directory not in jobs and read_run(directory).state == WAITING:
-            states[directory], notes[directory] = FAILED, f"the job ended before its run began; see {log}"
-    print_points(points, states, notes)
+            jobs[directory] = FAILED, f"the job ended before its run began; see {log}"
+    print_points(points, jobs)
 
 
 def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -> None:

@@ -3,7 +3,6 @@
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,14 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.compose import compose
 from depthlm.config.experiment import Experiment
 from depthlm.config.from_run import read_sources
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf
-from depthlm.config.keys import check_fields, override_text
+from depthlm.config.keys import override_text
 from depthlm.config.names import by_name, experiment_of, importance, setting_texts
-from depthlm.config.resolve import COMPOSING
+from depthlm.config.resolve import compose_fields
 from depthlm.config.schema import Config
 from depthlm.config.validate.explain import explain_overrides
 from depthlm.errors import ConfigError, join_names, nearest
@@ -62,8 +60,10 @@ def sweep_points(
         by_experiment.setdefault(_experiment_overrides(point.overrides), []).append(point)
     known: list[Point] = []
     for texts, members in by_experiment.items():
-        experiment = _compose_experiment(texts, config_dir) if texts else None
-        if experiment is not None and experiment.best_over:
+        # composing a point reports what is invalid
+        composed = compose_fields(texts, config_dir) if texts else None
+        if composed is not None and composed.experiment.best_over:
+            experiment = replace(composed.experiment, name=experiment_of(texts) or "")
             members = with_choice(members, experiment, read, {tuple(point.overrides): point for point in earlier})
         known += members
     return known
@@ -152,24 +152,15 @@ def load_experiment(name: str, config_dir: str | Path | None = None) -> Experime
     return replace(_load_experiment(name, config_dir).experiment, name=name)
 
 
-def _compose_experiment(texts: Sequence[str], config_dir: str | Path | None) -> Experiment | None:
-    """Return the experiment of these overrides; None for invalid ones, which composing a point reports."""
-    with hydra_at_conf(), suppress(*COMPOSING):
-        config, _ = check_fields(compose_raw(texts, config_dir))
-        return None if config is None else replace(config.experiment, name=experiment_of(texts) or "")
-    return None
-
-
 def _load_experiment(name: str, config_dir: str | Path | None) -> Config:
-    with hydra_at_conf():
-        try:
-            if name.rpartition("/")[2].startswith("_"):
-                raise HydraException("a protocol shared by several experiments is not an experiment")
-            config, _ = check_fields(compose_raw([f"experiment={name}"], config_dir))
-        except (HydraException, OmegaConfBaseException):
-            config = None
-        if config is None:
-            raise ConfigError(explain_overrides([f"experiment={name}"], config_dir, compose_raw))
+    overrides = [f"experiment={name}"]
+    # a protocol that several experiments share is not one itself
+    is_shared = name.rpartition("/")[2].startswith("_")
+    config = None if is_shared else compose_fields(overrides, config_dir)
+    if config is None:
+        with hydra_at_conf():
+            errors = explain_overrides(overrides, config_dir, compose_raw)
+        raise ConfigError(errors)
     return config
 
 

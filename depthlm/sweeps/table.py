@@ -14,24 +14,22 @@ from depthlm.sweeps.point import Point
 STYLES = {WAITING: "dim", RUNNING: "cyan", STOPPED: "yellow", FAILED: "red", COMPLETE: "green"}
 
 
-def print_points(
-    points: Sequence[Point], known: Mapping[str, str] | None = None, notes: Mapping[str, str] | None = None
-) -> None:
+def print_points(points: Sequence[Point], known: Mapping[str, tuple[str, str]] | None = None) -> None:
     """Print one line per point: its state, progress and losses, and the reason of a failure.
 
-    known: states of run directories that override what their files say, for example from a scheduler. notes: what to
-    add to the lines of run directories, such as why a job waits.
+    known: states of run directories that override what their files say, for example from a scheduler, each with what
+    to add to the line, such as why a job waits.
     """
     common = set.intersection(*(set(point.overrides) for point in points)) if len(points) > 1 else set()
     rows, states, progress = [], [], []
     for number, point in enumerate(points):
         run = read_run(point.directory)
-        state = (known or {}).get(point.directory, run.state)
+        state, note = (known or {}).get(point.directory, (run.state, ""))
         states.append(state)
         progress.append(progress_of(run))
         name = point.label or " ".join(text for text in point.overrides if text not in common)
         loss, validation = run.loss, run.number("validation_loss")
-        note = (notes or {}).get(point.directory) or (failure_text(run.failure) if state == FAILED else "")
+        note = note or (failure_text(run.failure) if state == FAILED else "")
         seed = f"{'selection ' * point.selects}seed {point.seed}"
         rows.append(
             {

@@ -35,7 +35,7 @@ from depthlm.runs.listing import list_runs
 from depthlm.runs.loss_curve import plot_loss
 from depthlm.runs.progress import progress_of
 from depthlm.runs.records import read_run
-from depthlm.slurm.cluster import _arrays, _settings
+from depthlm.slurm.cluster import _settings, _tasks
 from depthlm.training import train
 from depthlm.training.monitoring.metrics import MetricsFile
 
@@ -242,5 +242,5 @@ def of_arguments(folder: Path) -> list[Target]:
         Target("ids.npy", folder / "ids.npy", imported, False, (importing,)),
         Target("prompts", folder / "prompts", _lines),
         Target("cluster.yaml", folder / "cluster.yaml", _settings),
-        Target("jobs", folder / "sweeps/one/jobs.jsonl", lambda _: len(_arrays([folder / "sweeps"]))),
+        Target("jobs", folder / "sweeps/one/jobs.jsonl", lambda _: len(_tasks([folder / "sweeps"]))),
     ]
