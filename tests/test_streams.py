@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table
 
-from depthlm.commands.exits import fail
+from depthlm.commands.exits import exit_on_mistake
 from depthlm.console import PlainConsole
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
@@ -31,8 +31,12 @@ def test_printable_text_is_unchanged_but_for_control_characters(text):
 def test_the_console_and_errors_show_control_characters_as_escapes(capsys):
     output = io.StringIO()
     PlainConsole(file=output, width=200).print(f"[bold]{NASTY}[/]")
+
+    def refuse() -> None:
+        raise UserError(NASTY)
+
     with pytest.raises(SystemExit):
-        fail("depthlm", UserError(NASTY))
+        exit_on_mistake("depthlm", refuse)
     assert r"\x1b]0;owned\x07\x1b[2Jname\r\x9b31m\u202e\ud83d" in capsys.readouterr().err
     assert r"\x1b]0;owned\x07\x1b[2Jname\r\x9b31m\u202e\ud83d" in output.getvalue()
     assert "\x1b" not in output.getvalue()

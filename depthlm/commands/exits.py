@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn
 
 from depthlm.distributed.launchers import is_rank_0
 from depthlm.errors import UserError
@@ -20,9 +19,9 @@ def exit_on_mistake(command: str, action: Callable[[], None]) -> None:
     `| head` does, the process exits with code 1.
     """
     try:
-        action()
+        return action()
     except UserError as error:
-        fail(command, error)
+        message = str(error)
     except BrokenPipeError:
         # otherwise the interpreter would flush standard output at exit and print another error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -30,12 +29,8 @@ def exit_on_mistake(command: str, action: Callable[[], None]) -> None:
     except Exception as error:
         if (reason := system_limit(error)) is None:
             raise
-        fail(command, UserError(f"{reason}. Make room or fix the cause, then run the same command again"))
-
-
-def fail(command: str, error: UserError) -> NoReturn:
-    """Print a user error, on rank 0 only, and exit with code 2."""
+        message = f"{reason}. Make room or fix the cause, then run the same command again"
     if is_rank_0():
         # a message may quote a file of somebody else
-        print(printable(f"{command}: {error}"), file=sys.stderr)
+        print(printable(f"{command}: {message}"), file=sys.stderr)
     sys.exit(USER_MISTAKE)

@@ -1,6 +1,5 @@
 """`python train.py --help [topic]`: groups with their options, and keys with their defaults and meanings."""
 
-import importlib
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from depthlm.config.classes import check_target
 from depthlm.config.hydra_context import available_groups, comment, compose_raw, hydra_at_conf
 from depthlm.config.keys import Key, keys, override_text
 from depthlm.config.validate.explain import option_file
@@ -117,23 +117,15 @@ def show_option(console: Console, group: str, option: str, config_dir: str | Pat
 
 def show_class(console: Console, name: str, settings: DictConfig) -> None:
     """Print the docstring of a connection or attention class, and each setting with its value and meaning."""
-    mechanism_class = imported_class(name, settings)
+    if errors := check_target(name, settings):
+        raise UserError(errors[0])
+    mechanism_class = get_class(settings["_target_"])
     console.print(f"[bold]{name}[/bold]: {mechanism_class.__module__}.{mechanism_class.__qualname__}\n")
     console.print(inspect.getdoc(mechanism_class) or "", markup=False, soft_wrap=True)
     table = Table("setting", "value", "default", "meaning", box=box.SIMPLE)
     for row in setting_rows(name, mechanism_class, settings):
         table.add_row(*map(escape, row))
     console.print(table if table.row_count else "\nno settings\n")
-
-
-def imported_class(name: str, settings: Mapping[str, Any]) -> type:
-    """Return the class that a connection or attention names with `_target_`. Raises UserError if there is none."""
-    module, _, attribute = str(settings.get("_target_")).rpartition(".")
-    try:
-        mechanism_class: type = getattr(importlib.import_module(module), attribute)
-    except (ImportError, ValueError, AttributeError) as error:
-        raise UserError(f"{name}._target_={settings.get('_target_')}: cannot be imported ({error})") from None
-    return mechanism_class
 
 
 def setting_rows(name: str, mechanism_class: type, settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
@@ -177,8 +169,5 @@ def key_table(shown: Iterable[Key], raw: DictConfig) -> Table:
 
 def default_text(raw: DictConfig, name: str) -> str:
     """Return the default of a key as an override spells it."""
-    try:
-        value = OmegaConf.select(raw, name)
-    except OmegaConfBaseException:
-        value = None
+    value = OmegaConf.select(raw, name, throw_on_resolution_failure=False)
     return "(see the group)" if isinstance(value, DictConfig) else override_text(value)

@@ -32,7 +32,17 @@ compares runs."""
 
 def main(arguments: list[str], program: str) -> None:
     """List the runs that match every filter."""
-    parsed = _parser(program).parse_intermixed_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("filter", nargs="*", help="a word, a pattern or a comparison, as above")
+    parser.add_argument("--root", default="outputs", help="folder that contains the runs (default outputs)")
+    parser.add_argument("--sort", metavar="KEY", default="", help="sort by a value (default: by age, newest last)")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    parsed = parser.parse_intermixed_args(arguments)
     root = Path(parsed.root)
     if not root.is_dir():
         raise UserError(f"--root {root}: no such folder; give the folder that contains the runs")
@@ -72,17 +82,3 @@ def show_runs(runs: Sequence[RunListing], root: Path, keys: Sequence[str] = ()) 
     console = stdout_console()
     console.print(progress_table(rows))
     console.print(f"{len(runs)} run{'' if len(runs) == 1 else 's'} below {escape(str(root))}")
-
-
-def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program,
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("filter", nargs="*", help="a word, a pattern or a comparison, as above")
-    parser.add_argument("--root", default="outputs", help="folder that contains the runs (default outputs)")
-    parser.add_argument("--sort", metavar="KEY", default="", help="sort by a value (default: by age, newest last)")
-    parser.add_argument("--json", action="store_true", help="print a JSON list")
-    return parser

@@ -14,7 +14,6 @@ from depthlm.config.from_run import (
     MOMENTARY,
     Sources,
     check_classes,
-    check_origin,
     compose_on,
     place_derived,
     read_sources,
@@ -24,7 +23,7 @@ from depthlm.config.hydra_context import Files, compose_raw, hydra_at_conf, igno
 from depthlm.config.keys import check_fields, replace_values
 from depthlm.config.names import given_names
 from depthlm.config.resolve import COMPOSING, resolve, resolve_saved
-from depthlm.config.saved import load_config, read_config
+from depthlm.config.saved import check_reach, load_config, read_config
 from depthlm.config.schema import Config
 from depthlm.config.validate.checks import check_together
 from depthlm.config.validate.explain import Compose, explain_overrides, is_odd
@@ -49,8 +48,10 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None,
     """
     sources = _read(overrides, config_dir)
     config, saved = _compose_fields(sources)
-    if here and saved is not None:
-        check_origin(sources, saved)
+    if here and saved is not None and sources.run is not None:
+        # what the overrides set is not taken from the run
+        named = tuple(f"{name.replace('/', '.')}." for name in given_names(sources.overrides))
+        check_reach(sources.run, saved, sources.trust, lambda name: not f"{name}.".startswith(named))
     return _resolve_and_check(config, saved, sources, here)
 
 

@@ -10,9 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from depthlm.config.classes import check_trusted, targets
 from depthlm.config.hydra_context import apply_values, available_groups, compose_raw, open_names
-from depthlm.config.names import by_importance, by_name, changed_settings, given_names, is_difference, join_name
+from depthlm.config.names import by_name, changed_settings, given_names, importance, is_difference, join_name
 from depthlm.config.resolve import LENGTHS
-from depthlm.config.saved import as_text, check_reach, fixed_changes, load_config
+from depthlm.config.saved import as_text, fixed_changes, load_config
 from depthlm.config.schema import Config
 from depthlm.errors import ConfigError, UserError
 from depthlm.run_directory import RunDirectory
@@ -113,13 +113,6 @@ def check_classes(run: Path, saved: Config, trust: Sequence[str], named: Set[str
     check_trusted({key: name for key, name in classes.items() if not _names(named, key)}, trust, str(run))
 
 
-def check_origin(sources: Sources, saved: Config) -> None:
-    """Raise UserError for the run of somebody else that names paths, addresses or services."""
-    named = tuple(f"{name.replace('/', '.')}." for name in given_names(sources.overrides))
-    if sources.run is not None:
-        check_reach(sources.run, saved, sources.trust, lambda name: not f"{name}.".startswith(named))
-
-
 def changes(run: Path, config: Config) -> dict[str, str]:
     """Return the settings that make this a different run from the one it derives from, each with both values."""
     return _changes(load_config(run), config)
@@ -135,7 +128,7 @@ def place_derived(run: Path, saved: Config, config: Config, overrides: Sequence[
     named = saved.differences
     if fixed_changes(saved, config):
         named = named | {name: text for name, text in changed.items() if is_difference(name)}
-    config = replace(config, differences={name: named[name] for name in by_importance(named)})
+    config = replace(config, differences={name: named[name] for name in sorted(named, key=importance)})
     name = None if config.name == saved.name else config.name
     if by_name(overrides).get("output_dir", "null") == "null":
         if not _changes(saved, config):

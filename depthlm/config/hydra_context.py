@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import itertools
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -162,14 +163,8 @@ def mechanism_option(part: str, settings: Mapping[str, Any]) -> str | None:
 
 def comment(file: Path) -> list[str]:
     """Return the lines of the comment at the top of a configuration file."""
-    words = []
-    for line in file.read_text().splitlines():
-        if line.startswith("# @package"):
-            continue
-        if not line.startswith("#"):
-            break
-        words.append(line.removeprefix("#").strip())
-    return words
+    lines = (line for line in file.read_text().splitlines() if not line.startswith("# @package"))
+    return [line.removeprefix("#").strip() for line in itertools.takewhile(lambda line: line.startswith("#"), lines)]
 
 
 def value_text(name: str, value: Any) -> str:

@@ -95,15 +95,6 @@ class Key:
                 words += f", {text} {self.metadata[name]}"
         return words + (", or null" if self.optional else "")
 
-    def allows(self, value: Any) -> bool:
-        """Return whether the value is allowed."""
-        nested = functools.reduce(lambda inner, part: {part: inner}, reversed(self.name.split(".")), value)
-        return not validate(Config, nested)[1]
-
-    def format_value(self, value: Any) -> str:
-        """Return a value that is not allowed as an error message shows it."""
-        return override_text(float(value) if self.plain_type is float and type(value) is int else value)
-
 
 @functools.cache
 def keys(schema: type = Config) -> dict[str, Key]:
@@ -114,20 +105,15 @@ def keys(schema: type = Config) -> dict[str, Key]:
 def validate(schema: type[Settings], values: Mapping[str, Any]) -> tuple[Settings | None, list[tuple[str, ...]]]:
     """Return the values as an instance of a schema, or None and the places of all values that are not allowed."""
     known = keys(schema).values()  # type: ignore[arg-type]
-    places = [tuple(key.name.split(".")) for key in known if _is_boolean_number(values, key)]
+    # pydantic takes true and false for 1 and 0
+    flags = [key for key in known if isinstance(value_at(values, key.name), bool)]
+    places = [tuple(key.name.split(".")) for key in flags if key.plain_type in (int, float)]
     try:
         settings = _adapter(schema).validate_python(values)  # type: ignore[arg-type]
         return (None if places else settings), places
     except ValidationError as error:
         mistakes = error.errors(include_url=False, include_context=False, include_input=False)
         return None, [*places, *(tuple(map(str, mistake["loc"])) for mistake in mistakes)]
-
-
-def _is_boolean_number(values: Any, key: Key) -> bool:
-    """Return whether a key that has a number is given true or false, which pydantic takes for 1 or 0."""
-    for part in key.name.split("."):
-        values = values.get(part) if isinstance(values, Mapping) else None
-    return isinstance(values, bool) and key.plain_type in (int, float)
 
 
 def check_fields(raw: DictConfig) -> tuple[Config | None, list[str]]:
@@ -263,7 +249,7 @@ def _mistake(values: Mapping[str, Any], place: tuple[str, ...]) -> str | None:
     if name is None:
         return None
     declared = keys()[name]
-    shown = declared.format_value(value_at(values, name))
+    shown = override_text(value_at(values, name))
     return f"{name}={shown}: must be {declared.wanted}{nearest(shown, declared.choices)}"
 
 

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from decimal import Decimal, InvalidOperation
@@ -51,9 +51,8 @@ def run_name(config: Config) -> str:
 
     A hash ends it where the differences are too long, or where others would give the same text.
     """
-    return join_name(
-        _head_of_name(config), {name: config.differences[name] for name in by_importance(config.differences)}
-    )
+    head = f"{_plain(config.model.name)}-{_plain(config.size.name)}-seed{config.seed}"
+    return join_name(head, {name: config.differences[name] for name in sorted(config.differences, key=importance)})
 
 
 def changed_settings(saved: Config, config: Config, overrides: Sequence[str]) -> dict[str, str]:
@@ -62,14 +61,10 @@ def changed_settings(saved: Config, config: Config, overrides: Sequence[str]) ->
     given = {name.lstrip("~"): text for name, text in by_name(overrides).items()}
     return {
         name: named_value(after, name, given[name])
-        for name in by_importance(given)
+        for name in sorted(given, key=importance)
         if on_resume(name) != "free"
         and value_at(before, name.replace("/", ".")) != value_at(after, name.replace("/", "."))
     }
-
-
-def _head_of_name(config: Config) -> str:
-    return f"{_plain(config.model.name)}-{_plain(config.size.name)}-seed{config.seed}"
 
 
 def check_name(name: str | None, output_dir: str | None = None) -> list[str]:
@@ -122,11 +117,6 @@ def named_value(values: Mapping[str, Any], name: str, given: str = "") -> str:
     """
     value = value_at(values, name if is_key(name) else f"{name}.name")
     return normal_value(name, given if value is None or isinstance(value, dict) else override_text(value))
-
-
-def by_importance(names: Iterable[str]) -> list[str]:
-    """Return names of keys and groups in the order in which a name has them."""
-    return sorted(names, key=importance)
 
 
 def importance(name: str) -> tuple[int, int, str]:

@@ -17,10 +17,10 @@ from depthlm.config.experiment import Experiment
 from depthlm.config.hydra_context import Files, available_groups, compose_raw, hydra_at_conf, state_of_files
 from depthlm.config.keys import check_fields, replace_values, value_at, value_of
 from depthlm.config.names import (
-    by_importance,
     by_name,
     experiment_of,
     given_names,
+    importance,
     is_key,
     mechanism_name,
     named_settings,
@@ -110,7 +110,7 @@ def find_differences(config: Config, overrides: Sequence[str], config_dir: str |
         composed = compose_with(needed - {name})
         if composed is not None and not compare(composed, values):
             needed.discard(name)
-    return {name: named_value(values, name, given[name]) for name in by_importance(needed)}
+    return {name: named_value(values, name, given[name]) for name in sorted(needed, key=importance)}
 
 
 def compose_fields(overrides: Sequence[str], config_dir: str | Path | None) -> Config | None:

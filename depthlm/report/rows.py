@@ -9,7 +9,6 @@ import numpy as np
 
 from depthlm.config.experiment import Column
 from depthlm.config.names import setting_texts
-from depthlm.counts import as_number
 from depthlm.runs.records import COMPLETE, RunRecord, Validation, ValidationLosses, read_run, with_one_source
 from depthlm.sweeps.best import group_of
 from depthlm.sweeps.point import Point
@@ -239,15 +238,6 @@ def paper_difference(row: Row, reference: Row, name: str) -> float | None:
     """Return the paper's difference between two rows, or None where it does not print both."""
     number, base = paper(row, name), paper(reference, name)
     return None if number is None or base is None else number - base
-
-
-def order_values(values: Sequence[str]) -> list[str]:
-    """Return the distinct settings, ascending where all are numbers, else in their given order."""
-    distinct = list(dict.fromkeys(values))
-    numbers = {value: as_number(value) for value in distinct}
-    if any(number is None for number in numbers.values()):
-        return distinct
-    return sorted(distinct, key=lambda value: numbers[value] or 0.0)
 
 
 def times_to_baseline(row: Row, baseline: Row) -> list[float | None]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from depthlm.config.experiment import Experiment
 from depthlm.config.keys import on_resume, override_text
-from depthlm.config.names import by_importance, normal_value, setting_texts
+from depthlm.config.names import importance, normal_value, setting_texts
 from depthlm.config.resolve import LENGTHS
 from depthlm.errors import UserError, nearest
 from depthlm.report.rows import Row, with_unique_labels
@@ -166,7 +166,7 @@ def distinguishing_settings(configs: Mapping[str, dict[str, Any]]) -> dict[str, 
     keys = {name for config in configs.values() for name in config}
     named = {name.removeprefix(DIFFERENCES) for name in keys if name.startswith(DIFFERENCES)}
     labels: dict[str, dict[str, str]] = {run: {} for run in configs}
-    for name in ("model", "size", *by_importance({"extended_at", *named} - {"model", "size"})):
+    for name in ("model", "size", *sorted({"extended_at", *named} - {"model", "size"}, key=importance)):
         texts = {run: text for run, config in configs.items() if (text := _setting(name, config)) is not None}
         if len({*texts.values()}) > 1 or 0 < len(texts) < len(configs):
             shown = setting_texts(name, [*texts.values()])

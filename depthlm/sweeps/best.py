@@ -13,9 +13,10 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from statistics import fmean
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from depthlm.config.compose import compose
 from depthlm.config.experiment import VALIDATION_LOSS, Column, Experiment
@@ -29,6 +30,7 @@ from depthlm.sweeps.point import Point
 Read = Callable[[str], RunRecord]
 # the value of best_over in a point, as `normal_value` spells it; None where the point has none
 Value = str | None
+Text = TypeVar("Text", str, str | None)
 
 
 class Undecided(NamedTuple):
@@ -102,7 +104,7 @@ def selection_column(experiment: Experiment, runs: Iterable[RunRecord]) -> Colum
     return first if any(run.number(first.metric, first.at) is not None for run in runs) else VALIDATION_LOSS
 
 
-def sort_values(values: Iterable[Value]) -> list[Value]:
+def sort_values(values: Iterable[Text]) -> list[Text]:
     """Return the distinct values, ascending if all are numbers, else in their order."""
     distinct = list(dict.fromkeys(values))
     numbers = {text: as_number(text or "") for text in distinct}
@@ -117,18 +119,16 @@ def find_undecided(points: Sequence[Point], read: Read = read_run) -> list[Undec
     for point in points:
         if point.best_over:
             groups.setdefault(group_of(point), []).append(point)
-    return [
-        _describe_undecided(members, [read(point.directory) for point in members])
-        for members in groups.values()
-        if all(point.selects for point in members)
-    ]
-
-
-def _describe_undecided(members: Sequence[Point], runs: Sequence[RunRecord]) -> Undecided:
-    done = sum(map(has_result, members, runs))
-    reasons = [run.damage for run in runs if run.damage is not None]
-    reasons += [f"validation set {name} is not the same in all of them" for name in _unlike_sets(runs)]
-    return Undecided(report_label(members[0]), len(members), done, tuple(reasons))
+    undecided = []
+    for members in groups.values():
+        if not all(point.selects for point in members):
+            continue
+        runs = [read(point.directory) for point in members]
+        reasons = [run.damage for run in runs if run.damage is not None]
+        reasons += [f"validation set {name} is not the same in all of them" for name in _unlike_sets(runs)]
+        label = ", ".join(report_parts(members[0]).values())
+        undecided.append(Undecided(label, len(members), sum(map(has_result, members, runs)), tuple(reasons)))
+    return undecided
 
 
 def undecided_text(groups: Sequence[Undecided]) -> str:
@@ -149,11 +149,6 @@ def report_parts(point: Point) -> dict[str, str]:
     """Return the parts of the label of a point's group, which does not have the values of the grid."""
     parts = {name: text for name, text in point.parts.items() if name != point.best_over}
     return parts or {"model": point.mechanism}
-
-
-def report_label(point: Point) -> str:
-    """Return the label of a point's group."""
-    return ", ".join(report_parts(point).values())
 
 
 def _of_group(
@@ -229,16 +224,13 @@ def _wider(grid: Mapping[Value, Point], means: Mapping[Value, float], best: Valu
     if len(numbers) < 2 or (math.isfinite(means[best]) and means.get(edge[1]) == means[best]):
         return {}
     beyond = normal_value(name, f"{numbers[0] * numbers[0] / numbers[1]:.3g}")
-    point = _change_settings(grid[best], {name: beyond})
-    return {beyond: point} if beyond not in texts and _is_allowed(point) else {}
-
-
-def _is_allowed(point: Point) -> bool:
-    try:
-        compose(point.overrides, point.config_dir, here=False)
-    except ConfigError:
-        return False
-    return True
+    if beyond not in texts:
+        # a value that the configuration refuses is not added
+        with suppress(ConfigError):
+            point = _change_settings(grid[best], {name: beyond})
+            compose(point.overrides, point.config_dir, here=False)
+            return {beyond: point}
+    return {}
 
 
 def _make_selecting(point: Point, seed: str) -> Point:

@@ -7,8 +7,9 @@ from itertools import groupby
 from typing import Any
 
 import hydra
+from hydra.utils import get_class
 
-from depthlm.commands.help import default_text, describe_option, imported_class, setting_rows
+from depthlm.commands.help import default_text, describe_option, setting_rows
 from depthlm.config.hydra_context import available_groups, hydra_at_conf
 from depthlm.config.keys import Key, keys
 from depthlm.config.validate.explain import option_file
@@ -53,7 +54,7 @@ def mechanism_tables() -> Iterator[str]:
             settings = read_yaml(option_file(group, option, None))
             rows = [
                 (code(key), code(value), prose(meaning))
-                for key, value, _, meaning in setting_rows(name, imported_class(name, settings), settings)
+                for key, value, _, meaning in setting_rows(name, get_class(settings["_target_"]), settings)
             ]
             if rows:
                 yield f"\n### `{group}={option}`\n"

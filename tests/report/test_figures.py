@@ -11,7 +11,8 @@ from depthlm.mechanisms.depth_attention import DepthAttention
 from depthlm.mechanisms.moda import Moda
 from depthlm.mechanisms.residual import Residual
 from depthlm.report.figures.style import OTHERS, mechanism_of
-from depthlm.report.rows import Row, order_values
+from depthlm.report.rows import Row
+from depthlm.sweeps.best import sort_values
 from depthlm.sweeps.point import Point
 
 from ..pictures import keep_figures
@@ -21,8 +22,8 @@ LOSS = {"loss": {"title": "loss", "metric": "validation_loss"}}
 
 
 def test_numbers_on_an_axis_ascend_and_words_keep_their_order():
-    assert order_values(["16", "2", "1B", "2"]) == ["2", "16", "1B"]
-    assert order_values(["wsd", "2", "cosine"]) == ["wsd", "2", "cosine"]
+    assert sort_values(["16", "2", "1B", "2"]) == ["2", "16", "1B"]
+    assert sort_values(["wsd", "2", "cosine"]) == ["wsd", "2", "cosine"]
 
 
 def test_without_numbers_no_figure_is_drawn_and_an_old_one_is_removed():

@@ -5,7 +5,7 @@ from collections.abc import Set
 from depthlm.config.names import check_name
 from depthlm.config.resolve import LENGTHS, tokenizer_exists
 from depthlm.config.schema import Config, run_steps, warmup_steps
-from depthlm.config.validate.decoder import check_mechanism, check_parametrization, check_shape
+from depthlm.config.validate.decoder import check_divides, check_mechanism, check_parametrization, check_shape
 from depthlm.config.validate.pipeline import check_pipeline
 from depthlm.data import DataError, padded_vocab_size, shares, train_sources
 from depthlm.distributed import launchers
@@ -118,34 +118,27 @@ def _check_length(config: Config) -> list[str]:
 
 
 def _check_optimizer(config: Config, given: Set[str]) -> list[str]:
-    from depthlm.optimizers.build import (
-        SHARED,
-        arguments,
-        averages_weights,
-        build_optimizer,
-        needs_matrices,
-        number_of_betas,
-    )
+    from depthlm.optimizers import build
 
     optimizer, stage, errors = config.optimizer, config.deepspeed.stage, []
-    count = number_of_betas(optimizer)
+    count = build.number_of_betas(optimizer)
     if len(optimizer.betas) != count or not all(0 <= beta < 1 for beta in optimizer.betas):
         number, example = ("three", "[0.9,0.999,0.9999]") if count == 3 else ("two", "[0.9,0.95]")
         errors.append(f"optimizer.betas={optimizer.betas}: {number} numbers from 0 to below 1, as in {example}")
-    accepted = arguments(optimizer)
-    for name in SHARED:
+    accepted = build.arguments(optimizer)
+    for name in build.SHARED:
         value = getattr(optimizer, name)
         if f"optimizer.{name}" in given and value is not None and name not in accepted:
             errors.append(f"optimizer.{name}={value}: {optimizer._target_} has no such setting; leave it out")
     eps = optimizer.settings.get("eps")
     if isinstance(eps, (int, float)) and eps < TINY:
         errors.append(f"optimizer.settings.eps={eps}: must be a number, at least {TINY}")
-    if needs_matrices(optimizer) and stage > 0:
+    if build.needs_matrices(optimizer) and stage > 0:
         errors.append(
             f"optimizer={optimizer.name} with deepspeed.stage={stage}: {optimizer._target_} needs whole matrices, "
             "which ZeRO 1 and above flatten; allowed: deepspeed=zero0, which runs on many ranks as well"
         )
-    if averages_weights(optimizer):
+    if build.averages_weights(optimizer):
         if config.schedule.name != "constant":
             errors.append(
                 f"optimizer={optimizer.name} with schedule.name={config.schedule.name}: {optimizer._target_} averages "
@@ -161,7 +154,7 @@ def _check_optimizer(config: Config, given: Set[str]) -> list[str]:
         from torch import nn
 
         try:
-            build_optimizer(nn.Linear(2, 2), optimizer)
+            build.build_optimizer(nn.Linear(2, 2), optimizer)
         except UserError as error:
             errors.extend(str(error).splitlines())
     return errors
@@ -245,9 +238,8 @@ def _check_spread(config: Config) -> list[str]:
             f"{given} with deepspeed.stage=3: DeepSpeed cannot spread experts whose weights ZeRO 3 shards; allowed: "
             "deepspeed=zero0, zero1 or zero2, or leave it out"
         ]
-    return check_divides(
-        config.deepspeed.experts, config.size.num_experts, f"size.num_experts={config.size.num_experts}"
-    )
+    number = config.size.num_experts
+    return check_divides("deepspeed.experts", config.deepspeed.experts, f"size.num_experts={number}", number)
 
 
 def _check_data(config: Config) -> list[str]:
@@ -269,11 +261,3 @@ def _check_data(config: Config) -> list[str]:
     if not data.sources and data.weight is not None:
         errors.append("data.weight: only a source of a mixture has one; give data.sources.<name>.weight")
     return errors
-
-
-def check_divides(experts: int, number: int, what: str) -> list[str]:
-    """Return the mistake of ranks over which experts are spread, if they do not divide a number."""
-    if number % experts == 0:
-        return []
-    allowed = join_names(n for n in range(1, number + 1) if number % n == 0)
-    return [f"deepspeed.experts={experts}: must divide {what}; allowed: {allowed}"]

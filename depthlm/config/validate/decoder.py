@@ -99,12 +99,8 @@ def _check_depth(config: Config, base: Size) -> list[str]:
 
 def check_shape(config: Config) -> list[str]:
     """Return the mistakes in the shape of the decoder: its heads, experts and mixers."""
-    size, backbone, errors = config.size, config.backbone, []
-    if size.num_heads % size.num_kv_heads:
-        errors.append(
-            f"size.num_kv_heads={size.num_kv_heads}: must divide size.num_heads={size.num_heads}; "
-            f"allowed: {join_names(k for k in range(1, size.num_heads + 1) if size.num_heads % k == 0)}"
-        )
+    size, backbone = config.size, config.backbone
+    errors = check_divides("size.num_kv_heads", size.num_kv_heads, f"size.num_heads={size.num_heads}", size.num_heads)
     if backbone.position == "rope" and size.head_size % 2:
         errors.append(f"size.head_size={size.head_size}: RoPE rotates pairs; it must be even")
     if backbone.mlp == "experts":
@@ -141,22 +137,27 @@ def _check_mixers(config: Config) -> list[str]:
 
 
 def _check_experts(size: Size, backbone: Backbone) -> list[str]:
-    groups, kept, errors = backbone.router_groups, backbone.router_groups_kept, []
-    if size.num_experts % groups:
-        errors.append(
-            f"backbone.router_groups={groups}: must divide size.num_experts={size.num_experts}; "
-            f"allowed: {join_names(n for n in range(1, size.num_experts + 1) if size.num_experts % n == 0)}"
-        )
-    elif kept > groups:
-        errors.append(f"backbone.router_groups_kept={kept}: there are only {groups} groups (backbone.router_groups)")
-    elif kept < groups == size.num_experts:
-        errors.append(
-            f"backbone.router_groups={groups}: a group needs at least two of the {size.num_experts} experts, since it "
-            "counts by its two best"
-        )
-    elif size.experts_per_token > (most := size.num_experts // groups * kept):
-        errors.append(
+    groups, kept, experts = backbone.router_groups, backbone.router_groups_kept, size.num_experts
+    if errors := check_divides("backbone.router_groups", groups, f"size.num_experts={experts}", experts):
+        return errors
+    if kept > groups:
+        return [f"backbone.router_groups_kept={kept}: there are only {groups} groups (backbone.router_groups)"]
+    if kept < groups == experts:
+        return [
+            f"backbone.router_groups={groups}: a group needs at least two of the {experts} experts, since it counts by "
+            "its two best"
+        ]
+    if size.experts_per_token > (most := experts // groups * kept):
+        return [
             f"size.experts_per_token={size.experts_per_token}: only {most} experts can be chosen (size.num_experts="
-            f"{size.num_experts}, in {kept} of {groups} groups)"
-        )
-    return errors
+            f"{experts}, in {kept} of {groups} groups)"
+        ]
+    return []
+
+
+def check_divides(name: str, value: int, what: str, number: int) -> list[str]:
+    """Return the mistake of a setting that does not divide a number. what: a description of the number."""
+    if number % value == 0:
+        return []
+    allowed = join_names(n for n in range(1, number + 1) if number % n == 0)
+    return [f"{name}={value}: must divide {what}; allowed: {allowed}"]

@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -180,12 +181,11 @@ def _explain_value(
         if "interpolation" in failure[0].lower():
             return f"{text}: {failure[0].split(': ', 1)[-1]}"
         return f"{text}: must be {known[name].wanted}"
-    present = list(dict.fromkeys([*known, *_leaves(composed), *groups]))
+    nested: Any = OmegaConf.to_container(composed, resolve=False)
+    present = list(dict.fromkeys([*known, *flatten(nested), *groups]))
     if name in present or name.startswith("hydra"):
         return f"{text}: {failure[0]}"
-    sections = {key.rsplit(".", 1)[0] for key in known if "." in key}
-    if name in sections:
-        inside = [key for key in known if key.startswith(name + ".")]
+    if inside := [key for key in known if key.startswith(f"{name}.")]:
         return f"{text}: a group of keys; set one of {join_names(inside)}"
     parent, _, leaf = name.rpartition(".")
     if parent in ("model.connection", "model.attention"):
@@ -193,13 +193,6 @@ def _explain_value(
         settings = [key for key in inside if key != "_target_"]
         return f"{text}: no such key; allowed: {join_names(settings) or 'none'}{nearest(leaf, settings)}"
     return f"{text}: no such key{nearest(name, present)}"
-
-
-def _leaves(raw: DictConfig) -> list[str]:
-    """Return the dotted name of every value in a composed configuration."""
-    nested = OmegaConf.to_container(raw, resolve=False)
-    assert isinstance(nested, dict)
-    return list(flatten(nested))
 
 
 def option_file(group: str, option: str, config_dir: str | Path | None) -> Path:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from depthlm.config.resolve import tokenizer_exists
 from depthlm.config.schema import Config
-from depthlm.config.validate.checks import check_divides, check_share
+from depthlm.config.validate.checks import check_share
+from depthlm.config.validate.decoder import check_divides
 from depthlm.config.validate.pipeline import check_pipeline_ranks
 from depthlm.data import Manifest, token_folder, train_sources, validation_sources
 from depthlm.distributed import launchers
@@ -54,7 +55,7 @@ def _check_experts(config: Config, ranks: int) -> list[str]:
     if config.backbone.mlp != "experts" or config.deepspeed.stage == 3 or config.size.num_experts % experts:
         # another mistake
         return []
-    return check_divides(experts, ranks, f"the number of ranks of this run, {ranks}")
+    return check_divides("deepspeed.experts", experts, f"the number of ranks of this run, {ranks}", ranks)
 
 
 def _check_device(config: Config) -> list[str]:
@@ -85,7 +86,7 @@ def _check_device(config: Config) -> list[str]:
 
 def _check_files(config: Config) -> list[str]:
     # it imports torch
-    from depthlm.pretrained.folder import is_pretrained
+    from depthlm.pretrained.folder import differences, is_pretrained, read_pretrained
 
     data, errors = config.data, []
     for name, source in (train_sources(data) | validation_sources(data)).items():
@@ -108,7 +109,10 @@ def _check_files(config: Config) -> list[str]:
         if start is None or any(map(_holds_checkpoints, (config.output_dir, start))):
             continue
         if key == "init_from" and is_pretrained(Path(start)):
-            errors.extend(_check_pretrained(config, Path(start)))
+            try:
+                errors += differences(read_pretrained(Path(start)), vars(config))
+            except UserError as error:
+                errors.append(str(error))
         else:
             errors.append(f"{key}={start}: no checkpoint in it; give a run directory, or one of its checkpoints")
     folder = Path(config.output_dir).absolute()
@@ -116,15 +120,6 @@ def _check_files(config: Config) -> list[str]:
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         errors.append(f"output_dir={config.output_dir}: {existing} is not a folder that this user may write to")
     return errors
-
-
-def _check_pretrained(config: Config, folder: Path) -> list[str]:
-    from depthlm.pretrained.folder import differences, read_pretrained
-
-    try:
-        return differences(read_pretrained(folder), vars(config))
-    except UserError as error:
-        return [str(error)]
 
 
 def _holds_checkpoints(directory: str) -> bool:

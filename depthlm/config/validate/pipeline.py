@@ -8,45 +8,36 @@ from depthlm.errors import join_names
 def check_pipeline(config: Config) -> list[str]:
     """Return the mistakes of settings that a pipeline excludes."""
     training, sharding, depth = config.training, config.deepspeed, config.model.loops * config.size.num_layers
-    stages, chunks, dtype = training.pipeline.stages, training.pipeline.chunks, sharding.communication_data_type
+    stages, chunks = training.pipeline.stages, training.pipeline.chunks
     if stages == 1:
         given = f"training.pipeline.chunks={chunks}"
         return [f"{given}: needs training.pipeline.stages of 2 or more"] if chunks > 1 else []
-    # whether a setting is refused, the setting, and why
-    settings = [
-        (
-            sharding.stage > 0,
-            f"deepspeed.stage={sharding.stage}",
+    # why each of these settings is refused
+    refused: dict[str, str] = {}
+    if sharding.stage > 0:
+        refused[f"deepspeed.stage={sharding.stage}"] = (
             "ZeRO shards over ranks with the same weights, and each stage has different layers; allowed: "
-            "deepspeed=zero0",
-        ),
-        (
-            dtype != "auto",
-            f"deepspeed.communication_data_type={dtype}",
-            "a pipeline reduces gradients in the dtype of the weights; allowed: auto",
-        ),
-        (
-            config.precision.name == "fp16",
-            "precision=fp16",
-            "a pipeline has no loss scale; allowed: precision=bf16 or fp32",
-        ),
-        (
-            config.backbone.mlp == "experts",
-            "backbone.mlp=experts",
-            "the load of the experts is balanced over all layers, which no rank has; allowed: swiglu or relu",
-        ),
-        (
-            training.log_blocks_every is not None,
-            f"training.log_blocks_every={training.log_blocks_every}",
-            "a pipeline does not measure sublayers; allowed: null",
-        ),
-        (
-            stages * chunks > depth,
-            f"training.pipeline.chunks={chunks}",
-            f"{stages * chunks} chunks need as many layers; allowed: stages times chunks up to {depth}",
-        ),
-    ]
-    return [f"training.pipeline.stages={stages} with {name}: {why}" for refused, name, why in settings if refused]
+            "deepspeed=zero0"
+        )
+    if sharding.communication_data_type != "auto":
+        refused[f"deepspeed.communication_data_type={sharding.communication_data_type}"] = (
+            "a pipeline reduces gradients in the dtype of the weights; allowed: auto"
+        )
+    if config.precision.name == "fp16":
+        refused["precision=fp16"] = "a pipeline has no loss scale; allowed: precision=bf16 or fp32"
+    if config.backbone.mlp == "experts":
+        refused["backbone.mlp=experts"] = (
+            "the load of the experts is balanced over all layers, which no rank has; allowed: swiglu or relu"
+        )
+    if training.log_blocks_every is not None:
+        refused[f"training.log_blocks_every={training.log_blocks_every}"] = (
+            "a pipeline does not measure sublayers; allowed: null"
+        )
+    if stages * chunks > depth:
+        refused[f"training.pipeline.chunks={chunks}"] = (
+            f"{stages * chunks} chunks need as many layers; allowed: stages times chunks up to {depth}"
+        )
+    return [f"training.pipeline.stages={stages} with {name}: {why}" for name, why in refused.items()]
 
 
 def check_pipeline_ranks(config: Config, ranks: int) -> list[str]:

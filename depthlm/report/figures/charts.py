@@ -10,10 +10,11 @@ from typing import Any
 from depthlm.config.experiment import Column
 from depthlm.counts import as_number
 from depthlm.report.figures.style import Style, mechanism_of, style_of
-from depthlm.report.rows import Measured, Row, measure_column, order_values, paper
+from depthlm.report.rows import Measured, Row, measure_column, paper
 from depthlm.report.sweep import Difference, Sweep, references_text, title_of
 from depthlm.report.tables import signed_text
 from depthlm.runs.plots import distinct, grid, legend_below, log_ticks, save, short, subplots
+from depthlm.sweeps.best import sort_values
 
 # a numeric axis that spans more than this factor becomes logarithmic, and so does one with a constant factor between
 # its numbers
@@ -171,7 +172,7 @@ def _mark(sweep: Sweep, row: Row, hollow: bool, ours: Measured | None = None) ->
 
 def _settings(sweep: Sweep) -> list[str]:
     """Return the distinct settings on the axis, in order; none if the axis is a number of summary.json."""
-    return order_values([value for row in sweep.rows if (value := row.settings.get(sweep.experiment.x)) is not None])
+    return sort_values([value for row in sweep.rows if (value := row.settings.get(sweep.experiment.x)) is not None])
 
 
 def _has_words(settings: Sequence[str]) -> bool:
