@@ -164,12 +164,14 @@ def test_invalid_points_are_reported(tmp_path, line, words):
     assert all(word in str(caught.value) for word in words)
 
 
-def test_an_unknown_column_setting_or_experiment_is_reported(tmp_path):
+def test_an_unknown_column_or_experiment_and_a_broken_file_are_reported(tmp_path):
     folder = write(tmp_path, MINE.replace("metric:", "metrik:"))
     with pytest.raises(ConfigError, match="metrik"):
         load_experiment("mine/it", folder)
     with pytest.raises(ConfigError, match=r"did you mean `mine/it`"):
         load_experiment("mine/its", write(tmp_path, MINE))
+    with pytest.raises(ConfigError, match=r"mine/it\.yaml"):
+        check_points(["experiment=mine/it"], write(tmp_path, f"{MINE}\n  broken: [1"))
 
 
 def test_mistakes_of_a_sweep_and_of_its_points_are_reported_together():
