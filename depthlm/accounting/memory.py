@@ -4,23 +4,22 @@ A trace of the decoder counts the memory of a micro-batch (`depthlm.accounting.t
 follows from the ZeRO stage. DeepSpeed's buffers are those of version 0.19.
 """
 
+import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from depthlm.accounting.tracing import Trace, trace
 from depthlm.build import build_model
+from depthlm.config import Config
 from depthlm.errors import UserError
 from depthlm.model import Decoder
 from depthlm.model.experts import Spread
 from depthlm.model.parameters import fp32_parameters
 from depthlm.optimizers.build import state_bytes
-
-if TYPE_CHECKING:
-    from depthlm.config import Config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # freed blocks below 32 MiB that glibc retains on a CPU, without and with activation checkpointing, which fragments the
@@ -70,7 +69,7 @@ class MemoryEstimator:
     sizes is interpolated linearly between them.
     """
 
-    def __init__(self, config: "Config", device: str, process: float = 0.0, line: tuple[int, int] | None = None):
+    def __init__(self, config: Config, device: str, process: float = 0.0, line: tuple[int, int] | None = None):
         self.config, self.device, self.process, self.line = config, device, process, line
         self.traces: dict[tuple, Trace] = {}
 
@@ -197,7 +196,7 @@ class MemoryEstimator:
         return self.traces[key]
 
 
-def rank_decoder(config: "Config") -> Decoder:
+def rank_decoder(config: Config) -> Decoder:
     """Return the decoder of a rank on meta, without experts that are spread over other ranks."""
     model, ranks = build_model(config, "meta"), config.deepspeed.experts
     for mixture in model.mixtures() if ranks > 1 else ():
@@ -209,20 +208,9 @@ def rank_decoder(config: "Config") -> Decoder:
 def largest(sizes: Sequence[int], available: float, total: Callable[[int], float]) -> int | None:
     """Return the largest of these sizes (ascending) whose total does not exceed `available`; None if none fits.
 
-    Totals grow almost linearly, so the search interpolates between two totals.
+    A larger size is taken to have a larger total; the largest of all is tried first, since it may not accumulate.
     """
-    low, high = 0, len(sizes) - 1
-    totals = {low: total(sizes[low])}
-    if totals[low] > available:
-        return None
-    totals[high] = total(sizes[high])
-    if totals[high] <= available:
-        return sizes[high]
-    while high - low > 1:
-        slope = (totals[high] - totals[low]) / (sizes[high] - sizes[low])
-        target = sizes[low] + (available - totals[low]) / slope
-        # the largest size in between that fits by interpolation; if none does, the smallest size in between
-        middle = max((i for i in range(low + 1, high) if sizes[i] <= target), default=low + 1)
-        totals[middle] = total(sizes[middle])
-        low, high = (middle, high) if totals[middle] <= available else (low, middle)
-    return sizes[low]
+    if total(sizes[-1]) <= available:
+        return sizes[-1]
+    fitting = bisect.bisect_right(sizes, available, key=total)
+    return sizes[fitting - 1] if fitting else None

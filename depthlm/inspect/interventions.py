@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from depthlm.errors import UserError
-from depthlm.inspect.picture import Array, Grid, Picture, draw_grid, number_text, scale, write_labels
+from depthlm.inspect.picture import Array, Grid, Means, Picture, draw_grid, number_text, scale, write_labels
 from depthlm.model import Decoder, Observer
 from depthlm.model.attention import attention_class
 from depthlm.model.attention.self_attention import DepthKV
@@ -57,14 +57,13 @@ class Edge(NamedTuple):
 class Reads:
     """The edges of a decoder, with means of their weights: an edit that records the weights and returns them.
 
-    before: an edit that the weights have already. edges: by reader.
+    before: an edit that the weights have already. edges, means: by reader; means have one entry for batch and tokens.
     """
 
     def __init__(self, before: Edit | None = None) -> None:
         self.before = before
         self.edges: dict[Reader, Edges] = {}
-        self.sums: dict[Reader, Tensor] = {}
-        self.tokens: dict[Reader, int] = {}
+        self.means = Means()
 
     def __call__(self, reader: Reader, weights: Tensor, edges: Edges) -> Tensor:
         """Record weights, and return them."""
@@ -72,17 +71,12 @@ class Reads:
         axes = [edges.axes.index(axis) for axis in ("batch", "token")]
         tokens = weights.shape[axes[0]] * weights.shape[axes[1]]
         self.edges[reader] = edges
-        self.sums[reader] = self.sums.get(reader, 0) + tokens * weights.double().mean(axes, keepdim=True)
-        self.tokens[reader] = self.tokens.get(reader, 0) + tokens
+        self.means.add(reader, weights.double().mean(axes, keepdim=True), tokens)
         return weights
-
-    def mean(self, reader: Reader) -> Tensor:
-        """Return the mean of the weights over batch and tokens, which have one entry."""
-        return self.sums[reader] / self.tokens[reader]
 
     def weights_pn(self, reader: Reader) -> Array:
         """Return the mean weight of each source in each input, or the distance of H_res from the identity."""
-        mean, axes = self.mean(reader), self.edges[reader].axes
+        mean, axes = self.means[reader], self.edges[reader].axes
         if self.edges[reader].maps_streams:
             return (mean - torch.eye(mean.shape[-1]).to(mean)).norm().view(1, 1).cpu().numpy()
         rest = [number for number, axis in enumerate(axes) if axis not in ("panel", "source")]
@@ -134,7 +128,7 @@ class Intervention:
                 kept_ipn[number, edge.panel, edge.place] = False
         rows = kept_ipn.repeat_interleave(weights.shape[batch] // len(self.sets), 0).to(weights.device)
         kept = align_axes(rows, ("batch", "panel", "source"), edges.axes)
-        other = self.reads.mean(reader).to(weights) if self.how == "mean" else None
+        other = self.reads.means[reader].to(weights) if self.how == "mean" else None
         return replace_weights(weights, edges._replace(normalized=edges.normalized and self.renormalize), kept, other)
 
 

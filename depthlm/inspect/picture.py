@@ -57,18 +57,18 @@ class Grid(NamedTuple):
 
 
 class Means:
-    """Means over the tokens of several forward passes, by key."""
+    """Means over the tokens of several forward passes, by key: arrays or tensors."""
 
     def __init__(self) -> None:
-        self.sums: dict[Any, Array] = {}
+        self.sums: dict[Any, Any] = {}
         self.tokens: Counter[Hashable] = Counter()
 
-    def add(self, key: Hashable, mean: Array, tokens: int) -> None:
+    def add(self, key: Hashable, mean: Any, tokens: int) -> None:
         """Add the mean over `tokens` tokens."""
         self.sums[key] = self.sums.get(key, 0.0) + tokens * mean
         self.tokens[key] += tokens
 
-    def __getitem__(self, key: Hashable) -> Array:
+    def __getitem__(self, key: Hashable) -> Any:
         return self.sums[key] / self.tokens[key]
 
 

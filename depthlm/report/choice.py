@@ -9,8 +9,8 @@ from depthlm.config.names import normal_value, short_key
 from depthlm.counts import as_number, duration_text, format_count
 from depthlm.report.comparison import difference_text
 from depthlm.report.figures.charts import draw_lines
-from depthlm.report.rows import Measured, Row, by_seed, difference, label_rows, measure_column, number, pool_deviations
-from depthlm.report.sweep import Difference, Sweep, title_of
+from depthlm.report.rows import Measured, Row, by_seed, difference, label_rows, measure_column, pool_deviations
+from depthlm.report.sweep import Difference, Sweep
 from depthlm.report.tables import DASH, Table, cells, markdown, number_text, plain
 from depthlm.runs.records import WAITING, RunRecord
 from depthlm.sweeps.best import (
@@ -109,7 +109,7 @@ def choice_parts(sweep: Sweep, folder: Path) -> list[str]:
     if not sweep.selection:
         return []
     groups = groups_of(sweep)
-    table = replace(choice_table(sweep), title="")
+    table = replace(choice_tables(sweep)[0], title="")
     parts = ["## Choice", markdown(table), LEGEND + (LUCK if sweep.luck_text else ""), plain(_describe_cost(sweep))]
     name = setting_of(sweep)
     file = f"choice_{short_key(name).replace('/', '_')}.png"
@@ -126,22 +126,19 @@ def choice_state(sweep: Sweep) -> list[str]:
     return [f"{plain(undecided_text(groups))}."] if groups else []
 
 
-def choice_tables(sweep: Sweep) -> list[Table]:
-    """Return the table of the chosen values; none without a choice."""
-    return [choice_table(sweep)] if sweep.selection else []
-
-
 def setting_of(sweep: Sweep) -> str:
     """Return the setting whose value is chosen; empty without a choice."""
     return sweep.selection[0].points[0].best_over if sweep.selection else ""
 
 
-def choice_table(sweep: Sweep) -> Table:
-    """Return the table of the chosen values: a row for each group."""
+def choice_tables(sweep: Sweep) -> list[Table]:
+    """Return the table of the chosen values, with a row for each group; none without a choice."""
+    if not sweep.selection:
+        return []
     groups, name = groups_of(sweep), setting_of(sweep)
     rows = [cells([group.label, short_key(name), *_texts(group, name)]) for group in groups]
-    title = title_of(sweep.first[0], groups[0].column)
-    return Table(["", "setting", "chosen", title, "below", "above", "runs", "remark"], rows, "Choice", words=True)
+    title = groups[0].column.title or sweep.first[0]
+    return [Table(["", "setting", "chosen", title, "below", "above", "runs", "remark"], rows, "Choice", words=True)]
 
 
 def _texts(group: Group, name: str) -> list[str]:
@@ -178,7 +175,7 @@ def _describe_cost(sweep: Sweep) -> str:
     texts = []
     for rows in (sweep.selection, sweep.rows):
         runs = [run for row in rows for run in row.runs if run.state != WAITING]
-        seconds = [value for run in runs if (value := number(run, "wall_seconds")) is not None]
+        seconds = [value for run in runs if (value := run.number("wall_seconds")) is not None]
         time = f", {duration_text(sum(seconds))} of training in those that are complete" if seconds else ""
         texts.append(f"{format_count(len(runs), 'run')}{time}")
     return f"Spent to choose: {texts[0]}. To report: {texts[1]}."

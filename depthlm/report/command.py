@@ -63,7 +63,7 @@ def _report_sweep(
     else:
         path, tables = _write(folder, lambda: sweep_report(sweep, folder))
     waiting = [f"{undecided_text(sweep.undecided)}."] if sweep.undecided else []
-    _show(path, tables, [*warnings(sweep), f"{state_line(sweep.runs)}.", *waiting])
+    _show(tables, [*warnings(sweep), f"{state_line(sweep.runs)}.", *waiting, *_places(path)])
     if all(run.state == WAITING for run in sweep.runs):
         flags = [] if config_dir is None else [f"--config-dir={config_dir}"]
         print(f"No run has begun. To train them: {command('train.py', 'train')} -m {shlex.join([*overrides, *flags])}")
@@ -74,24 +74,19 @@ def _report_runs(runs: Sequence[RunRecord], folder: Path, baseline: str | None) 
     path, tables = _write(folder, lambda: runs_report(runs, folder, baseline))
     differ = any(table.title == SETTINGS for table in tables)
     notes = [f"{NO_DIFFERENCE}."] if len(runs) > 1 and not differ else []
-    _show(path, tables, [*notes, f"{state_line(runs)}."])
+    _show(tables, [*notes, f"{state_line(runs)}.", *_places(path)])
     return path
 
 
 def show_results(overrides: Sequence[str], config_dir: str | Path | None = None) -> None:
     """Print the table of a sweep's results, and the command that writes its whole report."""
     sweep = read_sweep(overrides, config_dir)
-    console = stdout_console()
     if sweep.experiment.name:
         tables = next(iter(comparison_tables(with_available_metric(sweep)).values()))
     else:
         tables = [results_table(sweep)]
-    for table in [*tables, *choice_tables(sweep)]:
-        show(table, console)
-    for line in warnings(sweep):
-        console.print(line, markup=False, soft_wrap=True)
     texts = [*overrides, *([f"--config-dir={config_dir}"] if config_dir is not None else [])]
-    console.print(f"{REPORT_COMMAND} {shlex.join(texts)}", markup=False, highlight=False, soft_wrap=True)
+    _show([*tables, *choice_tables(sweep)], [*warnings(sweep), f"{REPORT_COMMAND} {shlex.join(texts)}"])
 
 
 def _write(folder: Path, write: Callable[[], tuple[str, list[Table]]]) -> tuple[Path, list[Table]]:
@@ -106,16 +101,16 @@ def _write(folder: Path, write: Callable[[], tuple[str, list[Table]]]) -> tuple[
     return path, tables
 
 
-def _show(path: Path, tables: Sequence[Table], notes: Sequence[str]) -> None:
-    """Print the tables and where the report is."""
+def _places(path: Path) -> list[str]:
+    """Return lines that say where a report and its figures are."""
+    pictures = ", ".join(sorted(file.name for file in path.parent.glob("*.png")))
+    return [f"report: {path}", *([f"figures in the same folder: {pictures}"] if pictures else [])]
+
+
+def _show(tables: Sequence[Table], lines: Sequence[str]) -> None:
+    """Print tables, and lines of text below them."""
     console = stdout_console()
-    if not console.is_terminal:
-        # no line wrapping in a file
-        console.width = 240
     for table in tables:
         show(table, console)
-    lines = [*notes, f"report: {path}"]
-    if pictures := ", ".join(sorted(file.name for file in path.parent.glob("*.png"))):
-        lines.append(f"figures in the same folder: {pictures}")
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)

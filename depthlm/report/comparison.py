@@ -1,11 +1,11 @@
 """The tables of a report: our numbers next to the paper's, and both relative to the baseline."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from depthlm.config.experiment import Column
-from depthlm.report.rows import FACTS, measure_column, paper, spread
-from depthlm.report.sweep import Difference, Sweep, references_text, title_of
+from depthlm.report.rows import FACTS, Measured, measure_column
+from depthlm.report.sweep import Difference, Sweep, references_text
 from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, markdown, number_text, signed_text
 
 # columns with numbers of a paper, and others, in one table
@@ -34,29 +34,24 @@ def comparison_tables(sweep: Sweep) -> dict[str, list[Table]]:
 
 
 def _compare(sweep: Sweep, names: Sequence[str], title: str) -> Table:
-    shown = []
+    """Return the table of some columns beside the labels, with the number of seeds if any row has several."""
+    shown = [("", cells([row.label for row in sweep.rows]))]
+    if any(len(row.points) > 1 for row in sweep.rows):
+        shown.append(("seeds", cells([str(len(row.points)) for row in sweep.rows])))
     for name in names:
         printed, heading = sweep.is_printed(name), _heading(sweep, name)
         shown.append((f"{heading}: ours" if printed else heading, _ours(sweep, name)))
         shown += [("paper", _papers(sweep, name))] if printed else []
         shown += [("difference", _differences(sweep, name))] if printed and sweep.as_printed else []
-    return _table(sweep, shown, title)
-
-
-def _table(sweep: Sweep, columns: Sequence[tuple[str, list[Cell]]], title: str) -> Table:
-    """Return a table of the labels, the number of seeds if any row has several, and columns with their headings."""
-    if any(len(row.points) > 1 for row in sweep.rows):
-        columns = [("seeds", cells([str(len(row.points)) for row in sweep.rows])), *columns]
-    labels = cells([row.label for row in sweep.rows])
-    body = [list(line) for line in zip(labels, *(shown for _, shown in columns), strict=True)]
-    return Table(["", *(heading for heading, _ in columns)], body, title)
+    body = [list(line) for line in zip(*(column for _, column in shown), strict=True)]
+    return Table([heading for heading, _ in shown], body, title)
 
 
 def _heading(sweep: Sweep, name: str) -> str:
     """Return the heading of a column, with an arrow for which numbers are better."""
     column = sweep.columns[name]
     arrow = "" if column.metric in FACTS else " ↓" if column.better == "lower" else " ↑"
-    return f"{title_of(name, column)}{arrow}"
+    return f"{column.title or name}{arrow}"
 
 
 def _ours(sweep: Sweep, name: str) -> list[Cell]:
@@ -79,7 +74,7 @@ def _ours(sweep: Sweep, name: str) -> list[Cell]:
 
 def _papers(sweep: Sweep, name: str) -> list[Cell]:
     digits = sweep.columns[name].digits
-    texts = [(number_text(paper(row, name), digits), spread(row, name)) for row in sweep.rows]
+    texts = [(number_text(row.paper.get(name), digits), row.points[0].spreads.get(name)) for row in sweep.rows]
     return cells(
         [text if deviation is None else f"{text} ± {number_text(deviation, digits)}" for text, deviation in texts]
     )
@@ -88,7 +83,7 @@ def _papers(sweep: Sweep, name: str) -> list[Cell]:
 def _differences(sweep: Sweep, name: str) -> list[Cell]:
     column, shown = sweep.columns[name], []
     for row in sweep.rows:
-        ours, printed = measure_column(row, column), paper(row, name)
+        ours, printed = measure_column(row, column), row.paper.get(name)
         value = None if ours is None or printed is None else ours.mean - printed
         shown.append(Cell(signed_text(value, column.digits)))
     return shown
@@ -115,7 +110,7 @@ def differences_from_baseline(sweep: Sweep) -> list[str]:
             texts.append(signed_text(entry.paper, column.digits))
         rows.append(cells(texts))
     head = ["", *(["against"] if against else []), "ours", *(["paper"] if printed else [])]
-    table = markdown(Table(head, rows, f"{title_of(name, column)}, against {references_text(differences)}"))
+    table = markdown(Table(head, rows, f"{column.title or name}, against {references_text(differences)}"))
     if column.metric in FACTS or all(entry.ours is None or entry.ours.interval is None for entry in differences):
         return [table]
     return [
@@ -136,7 +131,12 @@ def difference_text(entry: Difference, column: Column) -> str:
         return shown
     if number.count == 0:
         return f"{shown} (other seeds)"
+    return with_interval(number, column.digits, signed_text)
+
+
+def with_interval(number: Measured, digits: int, text: Callable[[float, int], str]) -> str:
+    """Return a number as this text, with the bounds of its 95% interval if it has one."""
     if number.interval is None:
-        return shown
-    low, high = (signed_text(number.mean + side * number.interval, column.digits) for side in (-1, 1))
-    return f"{shown} [{low}, {high}]"
+        return text(number.mean, digits)
+    low, high = (text(number.mean + side * number.interval, digits) for side in (-1, 1))
+    return f"{text(number.mean, digits)} [{low}, {high}]"

@@ -1,16 +1,16 @@
 """What each row costs beside its loss: parameters, training FLOPs, training time and the memory of generation."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 
 from depthlm.config.experiment import Column
 from depthlm.report.figures.style import mechanism_of, style_of
-from depthlm.report.rows import FACTS, Row, measure_column, number
+from depthlm.report.rows import FACTS, Row, measure_column
 from depthlm.report.scaling_laws import VIEWS, curves, savings, savings_table
-from depthlm.report.sweep import Sweep, references_text, title_of
+from depthlm.report.sweep import Sweep, references_text
 from depthlm.report.tables import DASH, Table, cells, markdown, number_text
 from depthlm.runs.plots import grid, legend_below, log_ticks, save, short, subplots
 from depthlm.runs.records import RunRecord, finite
@@ -25,12 +25,6 @@ PARAMETER_BYTES = 2
 COSTS = VIEWS | {
     "time": Column(title="training time (s)", metric="training_seconds"),
     "generation": Column(title=f"memory of generation (MB, {CONTEXT:,} tokens)", metric="generation_bytes", scale=1e6),
-}
-HEADS = {
-    "parameters": "parameters",
-    "compute": "training FLOPs",
-    "time": "training time",
-    "generation": "memory of generation",
 }
 LEGEND = (
     "Costs are multiples of the reference's, mean over seeds. Training time: tokens over tokens per second, so it only "
@@ -47,8 +41,8 @@ def with_costs(sweep: Sweep) -> Sweep:
 
 
 def _with_costs(run: RunRecord) -> RunRecord:
-    tokens, speed = number(run, "tokens"), number(run, "tokens_per_second")
-    parameters, cached = number(run, "parameters"), number(run, "cache_bytes_per_token")
+    tokens, speed = run.number("tokens"), run.number("tokens_per_second")
+    parameters, cached = run.number("parameters"), run.number("cache_bytes_per_token")
     derived = {}
     if tokens and speed and _is_steady(run):
         derived["training_seconds"] = tokens / speed
@@ -79,7 +73,7 @@ def cost_parts(sweep: Sweep, folder: Path) -> list[str]:
         # the figure of an earlier report must not be shown in this one
         path.unlink(missing_ok=True)
         return []
-    draw_costs(sweep, complete, COSTS, path)
+    draw_costs(sweep, complete, path)
     fitted = curves(sweep, COSTS)
     tables = cost_table(sweep, complete), savings_table(sweep, fitted, savings(sweep, fitted))
     shown = [markdown(table) for table in tables if table is not None]
@@ -99,16 +93,17 @@ def cost_table(sweep: Sweep, rows: Sequence[Row]) -> Table | None:
             texts.append(DASH if not (ours and theirs and theirs.mean) else number_text(ours.mean / theirs.mean, 3))
         lines.append(cells(texts))
     title = f"Costs as multiples of those of {references_text(entries)}"
-    return Table(["", "loss", *HEADS.values()], lines, title) if lines else None
+    head = ["", "loss", "parameters", "training FLOPs", "training time", "memory of generation"]
+    return Table(head, lines, title) if lines else None
 
 
-def draw_costs(sweep: Sweep, rows: Sequence[Row], costs: Mapping[str, Column], path: Path) -> None:
+def draw_costs(sweep: Sweep, rows: Sequence[Row], path: Path) -> None:
     """Draw the first column of these rows over each cost that a row has, a panel each, with 95% intervals."""
     name, column = sweep.first
     numbers = sweep.pooled_numbers()
     series = [each for each in sweep.series if any(row in rows for row in each.rows)]
     styles = style_of([mechanism_of(each.rows[0]) for each in series])
-    shown = [cost for cost in costs.values() if any(measure_column(row, cost) is not None for row in rows)]
+    shown = [cost for cost in COSTS.values() if any(measure_column(row, cost) is not None for row in rows)]
     rows_of_panels = math.ceil(len(shown) / 2)
     figure, axes = subplots(2, 9.6, 0.6 + 3.6 * rows_of_panels, rows=rows_of_panels, sharey=True)
     panels = list(axes.flat)
@@ -127,6 +122,6 @@ def draw_costs(sweep: Sweep, rows: Sequence[Row], costs: Mapping[str, Column], p
         log_ticks(panel.xaxis, panel.get_xlim(), counts=True)
         panel.set_xlabel(cost.title)
         grid(panel)
-    figure.supylabel(f"{title_of(name, column)} ({column.better} is better)", fontsize="medium")
+    figure.supylabel(f"{column.title or name} ({column.better} is better)", fontsize="medium")
     legend_below(figure, panels[: len(shown)], 5)
     save(figure, path, sweep.stamp(), sweep.experiment.title)

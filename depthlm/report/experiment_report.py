@@ -15,10 +15,10 @@ from depthlm.report.choice import choice_parts, choice_state, choice_tables
 from depthlm.report.comparison import comparison_tables, differences_from_baseline
 from depthlm.report.equal_cost import cost_parts
 from depthlm.report.figures.charts import draw_bars, draw_lines
-from depthlm.report.figures.loss_curves import draw_loss_curves, draw_validation_curves, panels_of
+from depthlm.report.figures.loss_curves import draw_loss_curves, draw_validation_curves
 from depthlm.report.figures.scaling import draw_scaling
 from depthlm.report.figures.sublayer_norms import draw_sublayer_norms
-from depthlm.report.rows import Row, number
+from depthlm.report.rows import Row
 from depthlm.report.scaling_laws import LEGEND as SCALING_LEGEND
 from depthlm.report.scaling_laws import curves, fit_table, savings
 from depthlm.report.sweep import LOSS, Sweep, range_text
@@ -65,54 +65,45 @@ def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:
         parts.append(TASKS)
     parts += differences_from_baseline(sweep)
     parts += choice_parts(sweep, folder)
-    if sweep.experiment.figure == "scaling":
-        parts += _scaling(sweep, folder)
-    elif sweep.experiment.figure != "none":
-        name = f"{sweep.experiment.figure}.png"
-        notes = FIGURES[sweep.experiment.figure](sweep, folder / name)
-        parts.append(picture("Figure", folder, name, notes))
+    figure = sweep.experiment.figure
+    path = folder / f"{figure}.png"
+    if figure == "scaling":
+        fitted = curves(sweep)
+        notes = draw_scaling(sweep, fitted, savings(sweep, fitted), path)
+        parts += [picture("Scaling", path, notes), markdown(fit_table(sweep, fitted)), plain(SCALING_LEGEND)]
+    elif figure != "none":
+        parts.append(picture("Figure", path, FIGURES[figure](sweep, path)))
     parts += cost_parts(sweep, folder)
     for over in sweep.experiment.curves:
         if over == "depth":
-            notes = draw_sublayer_norms(sweep, folder / "sublayer_norms.png")
-            parts.append(picture("Sublayers over depth", folder, "sublayer_norms.png", notes))
-            continue
-        name = f"perplexity_over_{over}.png"
-        notes = draw_validation_curves(sweep, over, folder / name)
-        parts.append(picture(f"Validation perplexity over {over}", folder, name, notes))
-    parts += [_picture_section(sweep, folder, name) for name in sweep.experiment.pictures]
-    name = "loss_curves.png"
-    drawn = draw_loss_curves(panels_of(sweep), folder / name, sweep.stamp(), sweep.experiment.title)
-    parts += [picture("Loss curves", folder, name, drawn), markdown(runs_table(sweep))]
+            path = folder / "sublayer_norms.png"
+            parts.append(picture("Sublayers over depth", path, draw_sublayer_norms(sweep, path)))
+        else:
+            path = folder / f"perplexity_over_{over}.png"
+            notes = draw_validation_curves(sweep, over, path)
+            parts.append(picture(f"Validation perplexity over {over}", path, notes))
+    parts += [_picture_section(sweep, folder / f"{name}.png") for name in sweep.experiment.pictures]
+    path = folder / "loss_curves.png"
+    parts += [picture("Loss curves", path, draw_loss_curves(sweep, path)), markdown(runs_table(sweep))]
     return "\n\n".join(parts) + "\n", [*next(iter(groups.values())), *choice_tables(sweep)]
 
 
 def with_available_metric(sweep: Sweep) -> Sweep:
     """Return the sweep with the validation loss as first column if its runs have no number for any other column."""
     runs = [run for run in sweep.runs if run.state == COMPLETE]
-    has_any = any(
-        number(run, column.metric, column.at) is not None for run in runs for column in sweep.columns.values()
-    )
-    if has_any or not any(number(run, LOSS["loss"].metric) is not None for run in runs):
+    has_any = any(run.number(column.metric, column.at) is not None for run in runs for column in sweep.columns.values())
+    if has_any or not any(run.number(LOSS["loss"].metric) is not None for run in runs):
         return sweep
     return replace(sweep, columns={"validation_loss": LOSS["loss"]} | sweep.columns)
 
 
-def _scaling(sweep: Sweep, folder: Path) -> list[str]:
-    fitted = curves(sweep)
-    saved = savings(sweep, fitted)
-    name = "scaling.png"
-    parts = [picture("Scaling", folder, name, draw_scaling(sweep, fitted, saved, folder / name))]
-    return [*parts, markdown(fit_table(sweep, fitted)), plain(SCALING_LEGEND)]
-
-
-def picture(title: str, folder: Path, name: str, notes: Sequence[str] | None) -> str:
+def picture(title: str, path: Path, notes: Sequence[str] | None) -> str:
     """Return a section with a figure and its notes; notes is None where there was nothing to draw."""
     if notes is None:
         # the figure of an earlier report must not be shown in this one
-        (folder / name).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         return f"## {title}\n\nNothing to draw yet."
-    return "\n\n".join([f"## {title}", f"![{title}]({name})", *([plain(" ".join(notes))] if notes else [])])
+    return "\n\n".join([f"## {title}", f"![{title}]({path.name})", *([plain(" ".join(notes))] if notes else [])])
 
 
 def _head(sweep: Sweep) -> list[str]:
@@ -131,16 +122,15 @@ def _head(sweep: Sweep) -> list[str]:
     return parts
 
 
-def _picture_section(sweep: Sweep, folder: Path, name: str) -> str:
+def _picture_section(sweep: Sweep, path: Path) -> str:
     """Return a section with a picture of `depthlm inspect`, copied from the first run that has it."""
-    file = f"{name}.png"
-    sources = [source for run in sweep.runs if (source := run.directory / "inspect" / file).is_file()]
+    sources = [source for run in sweep.runs if (source := run.directory / "inspect" / path.name).is_file()]
     if sources:
-        shutil.copyfile(sources[0], folder / file)
-        return picture(name, folder, file, [])
+        shutil.copyfile(sources[0], path)
+        return picture(path.stem, path, [])
     run = next((run.directory for run in sweep.runs if run.state == COMPLETE), None)
     how = f" `{command('-m depthlm inspect', 'inspect')} run={run}` draws it." if run is not None else ""
-    return picture(name, folder, file, None) + how
+    return picture(path.stem, path, None) + how
 
 
 def protocol_parts(sweep: Sweep) -> list[str]:
@@ -157,7 +147,7 @@ def protocol_parts(sweep: Sweep) -> list[str]:
     table = []
     for shape, runs in lines.items():
         values = (
-            {value for run in runs if (value := number(run, name)) is not None} for name in ("parameters", "tokens")
+            {value for run in runs if (value := run.number(name)) is not None} for name in ("parameters", "tokens")
         )
         table.append(cells([*shape, *(range_text(found) if found else DASH for found in values)]))
     head = ["size", "layers", "width", "parameters", "trained tokens"]
@@ -194,35 +184,30 @@ def warnings(sweep: Sweep) -> list[str]:
 def runs_table(sweep: Sweep) -> Table:
     """Return the table of every run: its state or why it failed, its results or progress, and its directory."""
     head = ["run", "state", "step", "training loss", "validation loss", "perplexity", "tokens/s", "wall time", "folder"]
-    table = []
-    for row in [*sweep.selection, *sweep.rows]:
+    table, rows = [], [*sweep.selection, *sweep.rows]
+    has_seeds = len({seed for row in rows for seed in row.seeds}) > 1
+    for row in rows:
         for run, seed in zip(row.runs, row.seeds, strict=True):
-            loss, step = number(run, "training_loss"), number(run, "steps") or run.step
+            loss, step = run.number("training_loss"), run.number("steps") or run.step
             texts = [
+                f"{row.label}, seed {seed}" if has_seeds and "seed" not in row.parts else row.label,
                 f"{FAILED}: {failure_text(run.failure, LONGEST_REASON)}" if run.state == FAILED else run.state,
                 DASH if step is None else f"{step:,.0f}",
                 number_text(run.loss if loss is None else loss, 4),
-                number_text(number(run, "validation_loss"), 4),
-                number_text(number(run, "validation_perplexity"), 3),
-                number_text(number(run, "tokens_per_second"), 0),
-                DASH if (seconds := number(run, "wall_seconds")) is None else duration_text(seconds),
+                number_text(run.number("validation_loss"), 4),
+                number_text(run.number("validation_perplexity"), 3),
+                number_text(run.number("tokens_per_second"), 0),
+                DASH if (seconds := run.number("wall_seconds")) is None else duration_text(seconds),
                 str(run.directory),
             ]
-            table.append(cells([run_label(sweep, row, seed), *texts]))
+            table.append(cells(texts))
     return Table(head, table, "Every run")
-
-
-def run_label(sweep: Sweep, row: Row, seed: str) -> str:
-    """Return the label of a run: that of its row, with the seed where the sweep has several."""
-    seeds = {seed for other in [*sweep.selection, *sweep.rows] for seed in other.seeds}
-    return f"{row.label}, seed {seed}" if "seed" not in row.parts and len(seeds) > 1 else row.label
 
 
 def result_notes(sweep: Sweep) -> list[str]:
     """Return the reasons why the rows cannot be compared, as a list in Markdown; empty if there are none."""
-    runs = [run for row in sweep.rows for run in row.runs]
-    notes = [run.damage for run in runs if run.damage is not None]
-    notes += [f"validation set {name}: runs were validated on different texts" for name in differing_texts(runs)]
+    notes = [run.damage for run in sweep.runs if run.damage is not None]
+    notes += [f"validation set {name}: runs were validated on different texts" for name in differing_texts(sweep.runs)]
     return ["\n".join(f"- **{plain(note)}**" for note in notes)] if notes else []
 
 

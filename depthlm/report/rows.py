@@ -41,6 +41,11 @@ class Row:
         return [point.seed or point.default_seed for point in self.points]
 
     @property
+    def paper(self) -> dict[str, float | None]:
+        """The paper's numbers, by column."""
+        return self.points[0].paper
+
+    @property
     def any_complete(self) -> bool:
         """Whether a run is complete."""
         return any(run.state == COMPLETE for run in self.runs)
@@ -184,18 +189,9 @@ def _find_distinguishing(row: Row, rows: Sequence[Row]) -> dict[str, str]:
     }
 
 
-def number(run: RunRecord, metric: str, at: float = 1.0) -> float | None:
-    """Return a finite number of a complete run, else None, also where its files are not those of a run."""
-    try:
-        value = run.number(metric, at)
-    except (KeyError, TypeError, OverflowError):
-        return None
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
 def by_seed(row: Row, column: Column) -> dict[str, float]:
     """Return the column's number of each seed that has one, in the paper's unit."""
-    values = {seed: number(run, column.metric, column.at) for seed, run in zip(row.seeds, row.runs, strict=True)}
+    values = {seed: run.number(column.metric, column.at) for seed, run in zip(row.seeds, row.runs, strict=True)}
     return {seed: value / column.scale for seed, value in values.items() if value is not None}
 
 
@@ -223,20 +219,9 @@ def over_seeds(values: Sequence[float]) -> Measured | None:
     return Measured(mean(values), stdev(values) if len(values) > 1 else None, len(values))
 
 
-def paper(row: Row, name: str) -> float | None:
-    """Return the paper's number in a column, or None where it prints none."""
-    value = row.points[0].paper.get(name)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def spread(row: Row, name: str) -> float | None:
-    """Return the spread that the paper prints beside its number, or None where it prints none."""
-    return row.points[0].spreads.get(name)
-
-
 def paper_difference(row: Row, reference: Row, name: str) -> float | None:
     """Return the paper's difference between two rows, or None where it does not print both."""
-    number, base = paper(row, name), paper(reference, name)
+    number, base = row.paper.get(name), reference.paper.get(name)
     return None if number is None or base is None else number - base
 
 

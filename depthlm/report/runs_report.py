@@ -214,12 +214,9 @@ def differing_settings(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]
 
 def _follows(key: str, values: Sequence[Any], models: Sequence[Any]) -> bool:
     """Return whether a setting of a mechanism has the same value in all runs of each mechanism, so its name says it."""
-    return key.startswith(("model.connection.", "model.attention.")) and _is_function(values, models)
-
-
-def _is_function(values: Sequence[Any], of: Sequence[Any]) -> bool:
-    by_other = {repr(other): value for other, value in zip(of, values, strict=True)}
-    return all(by_other[repr(other)] == value for other, value in zip(of, values, strict=True))
+    by_model = {repr(model): value for model, value in zip(models, values, strict=True)}
+    is_function = all(by_model[repr(model)] == value for model, value in zip(models, values, strict=True))
+    return key.startswith(("model.connection.", "model.attention.")) and is_function
 
 
 def _text(key: str, value: Any) -> str:

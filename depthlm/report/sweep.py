@@ -2,12 +2,11 @@
 
 import math
 import re
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 import depthlm
 from depthlm.config.experiment import VALIDATION_LOSS, Column, Experiment
@@ -23,8 +22,6 @@ from depthlm.report.rows import (
     gather,
     luck_of,
     measure_column,
-    number,
-    paper,
     paper_difference,
     pool_deviations,
     times_to_baseline,
@@ -39,14 +36,6 @@ TIME_TO_BASELINE, AVERAGE_PERPLEXITY = "time_to_baseline", "validation/average_p
 FEW_UPDATES, FEW_OF_ONE_SEED = 100, 1000
 # the default columns of an experiment
 LOSS = {"loss": VALIDATION_LOSS}
-
-
-class Shape(NamedTuple):
-    """The name of a model's size, and its layers and width as texts; empty where they are unknown."""
-
-    size: str
-    layers: str
-    width: str
 
 
 @dataclass(frozen=True)
@@ -104,7 +93,7 @@ class Sweep:
     @property
     def trial(self) -> str | None:
         """Why the differences between these runs mean nothing, as a sentence; None where they may mean something."""
-        updates = max((number(run, "steps") or 0 for run in self.runs if run.state == COMPLETE), default=None)
+        updates = max((run.number("steps") or 0 for run in self.runs if run.state == COMPLETE), default=None)
         seeds = max((len(row.runs) for row in self.rows), default=0)
         if updates is None or updates >= (FEW_OF_ONE_SEED if seeds == 1 else FEW_UPDATES):
             return None
@@ -118,14 +107,15 @@ class Sweep:
 
     def is_printed(self, name: str) -> bool:
         """Return whether the paper has numbers in a column."""
-        return any(paper(row, name) is not None for row in self.rows)
+        return any(row.paper.get(name) is not None for row in self.rows)
 
-    def shape_of(self, row: Row) -> Shape:
-        """Return the shape of a row's models."""
+    def shape_of(self, row: Row) -> tuple[str, str, str]:
+        """Return the name of the size of a row's models, its layers and its width; empty where they are unknown."""
         if self.configs:
             size = self.configs[self.rows.index(row)].size
-            return Shape(size.name, str(size.num_layers), str(size.hidden_size))
-        return Shape(*(row.settings.get(name, "") for name in ("size", "size.num_layers", "size.hidden_size")))
+            return size.name, str(size.num_layers), str(size.hidden_size)
+        given = row.settings
+        return given.get("size", ""), given.get("size.num_layers", ""), given.get("size.hidden_size", "")
 
     def series_of(self, row: Row) -> str:
         """Return a row's value of the experiment's `series`, or its mechanism where it has no such setting."""
@@ -270,9 +260,9 @@ class Sweep:
         numbers; if ours are not comparable with them, it says so.
         """
         budgets = " and ".join(dict.fromkeys(config.budget.name for config in self.configs))
-        has_paper = bool(self.experiment.fits) or any(row.points[0].paper for row in self.rows)
+        has_paper = bool(self.experiment.fits) or any(row.paper for row in self.rows)
         complete = {sum(run.state == COMPLETE for run in row.runs) for row in self.rows} - {0}
-        tokens = {count for run in self.runs if (count := number(run, "tokens")) is not None}
+        tokens = {count for run in self.runs if (count := run.number("tokens")) is not None}
         changed = " with a changed protocol" if self.changed else ""
         texts = [
             self.experiment.name,
@@ -285,21 +275,16 @@ class Sweep:
         return text if self.as_printed or not beside_paper else f"ours: {text}; not comparable with the paper's numbers"
 
 
-def references_text(differences: Sequence[Difference]) -> str:
-    """Return the reference of the differences: the label of a row, or `the baseline of the same task`."""
+def references_text(differences: Iterable[Difference], several: str = "the baseline of the same task") -> str:
+    """Return the reference of the differences: the label of a row, or what `several` of them are."""
     labels = {entry.reference.label for entry in differences if entry.reference is not None}
-    return labels.pop() if len(labels) == 1 else "the baseline of the same task"
+    return labels.pop() if len(labels) == 1 else several
 
 
 def range_text(numbers: Set[float]) -> str:
     """Return the least and the greatest number as counts, as in `369.1K to 394.8K`."""
     low, high = count_text(min(numbers)), count_text(max(numbers))
     return low if low == high else f"{low} to {high}"
-
-
-def title_of(name: str, column: Column) -> str:
-    """Return the title of a column."""
-    return column.title or name
 
 
 def read_sweep(
@@ -337,7 +322,7 @@ def with_derived(sweep: Sweep) -> Sweep:
         reference, runs = sweep.reference_of(row), []
         times = [None] * len(row.runs) if reference is None else times_to_baseline(row, reference)
         for run, time in zip(row.runs, times, strict=True):
-            known = [value for metric in sets if (value := number(run, metric)) is not None]
+            known = [value for metric in sets if (value := run.number(metric)) is not None]
             average = fmean(known) if known and len(known) == len(sets) else None
             derived = {TIME_TO_BASELINE: time, AVERAGE_PERPLEXITY: average}
             runs.append(replace(run, summary=run.summary | derived))

@@ -1,17 +1,18 @@
 """The report of a sweep without an experiment: a row per setting, over its seeds, sorted by the validation loss."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from depthlm.config.names import setting_text
 from depthlm.counts import count_text
 from depthlm.report.choice import choice_parts, choice_state, choice_tables, setting_of
-from depthlm.report.comparison import difference_text
+from depthlm.report.comparison import difference_text, with_interval
 from depthlm.report.equal_cost import cost_parts
 from depthlm.report.experiment_report import picture, protocol_parts, result_notes, runs_table, state_line, warnings
-from depthlm.report.figures.loss_curves import draw_loss_curves, panels_of
-from depthlm.report.rows import Measured, Row, number
-from depthlm.report.sweep import Difference, Sweep
+from depthlm.report.figures.loss_curves import draw_loss_curves
+from depthlm.report.rows import Measured, Row
+from depthlm.report.sweep import Difference, Sweep, references_text
 from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, markdown, number_text
 from depthlm.runs.records import COMPLETE
 
@@ -41,12 +42,8 @@ def sweep_report(
     ]
     parts += [*choice_parts(sweep, folder), *cost_parts(sweep, folder)]
     parts += [markdown(table) for table in settings]
-    name = "loss_curves.png"
-    drawn = draw_loss_curves(panels_of(sweep), folder / name, sweep.stamp(), sweep.experiment.title)
-    parts.append(picture("Loss curves", folder, name, drawn))
-    every_run = runs_table(sweep)
-    parts.append(markdown(every_run))
-    parts += protocol_parts(sweep)
+    path, every_run = folder / "loss_curves.png", runs_table(sweep)
+    parts += [picture("Loss curves", path, draw_loss_curves(sweep, path)), markdown(every_run), *protocol_parts(sweep)]
     # of incomplete runs, the terminal shows how far they are
     is_complete = all(run.state == COMPLETE for run in sweep.runs)
     tables = [results, *choice_tables(sweep), *settings, *([] if is_complete else [every_run])]
@@ -61,13 +58,12 @@ def results_table(sweep: Sweep) -> Table:
     best = sweep.best(column)
     head = ["", "seeds", "validation loss ↓"]
     if differences:
-        references = {entry.reference.label for entry in differences.values() if entry.reference is not None}
         baseline = setting_text(sweep.experiment.series, sweep.experiment.baseline)
-        head.append(f"against {references.pop() if len(references) == 1 else baseline}")
+        head.append(f"against {references_text(differences.values(), baseline)}")
     table = []
-    for row in sorted(sweep.rows, key=lambda row: _rank(losses[row.label])):
+    for row in sorted(sweep.rows, key=lambda row: loss.mean if (loss := losses[row.label]) else math.inf):
         label, loss = row.label, losses[row.label]
-        shown = Cell(MISSING if loss is None else _loss_text(loss, column.digits), label in best)
+        shown = Cell(MISSING if loss is None else with_interval(loss, column.digits, number_text), label in best)
         texts = []
         if differences:
             texts.append(difference_text(differences[label], column) if label in differences else DASH)
@@ -80,19 +76,9 @@ def _is_alike(sweep: Sweep, entry: Difference) -> bool:
     """Return whether a row differs from its reference in the series or the mechanism alone."""
     if entry.reference is None:
         return False
-    row, reference = (
-        {
-            name: value
-            for name, value in settings.items()
-            if name not in (sweep.experiment.series, setting_of(sweep)) and not name.startswith("model")
-        }
-        for settings in (entry.row.settings, entry.reference.settings)
-    )
-    return row == reference
-
-
-def _rank(loss: Measured | None) -> tuple[bool, float]:
-    return loss is None, 0.0 if loss is None else loss.mean
+    allowed = sweep.experiment.series, setting_of(sweep)
+    differing = entry.row.settings.items() ^ entry.reference.settings.items()
+    return all(name in allowed or name.startswith("model") for name, _ in differing)
 
 
 def _seeds(row: Row, loss: Measured | None) -> str:
@@ -101,14 +87,6 @@ def _seeds(row: Row, loss: Measured | None) -> str:
     return str(count) if count == len(row.runs) else f"{count} of {len(row.runs)}"
 
 
-def _loss_text(loss: Measured, digits: int) -> str:
-    mean = number_text(loss.mean, digits)
-    if loss.interval is None:
-        return mean
-    low, high = (number_text(loss.mean + side * loss.interval, digits) for side in (-1, 1))
-    return f"{mean} [{low}, {high}]"
-
-
 def _fact(row: Row, name: str) -> str:
-    values = {value for run in row.runs if (value := number(run, name)) is not None}
+    values = {value for run in row.runs if (value := run.number(name)) is not None}
     return ", ".join(count_text(value) for value in sorted(values)) or DASH

@@ -10,7 +10,6 @@ checkpoints/
 
 import logging
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -118,11 +117,12 @@ def read_manifest(path: Path) -> Manifest:
     if outside := sorted(str(file.relative_to(path)) for file in everything if not is_inside(file, path)):
         raise CheckpointError(f"{path}: {outside[0]} is a link to a file outside of the checkpoint")
     try:
-        for name, actual_digest in _digests(path, files):
-            if actual_digest != files[name]:
-                raise CheckpointError(f"{path}: {name} is not what was saved (its SHA-256 differs)")
+        with ThreadPoolExecutor(4) as pool:
+            digests = list(pool.map(lambda name: digest(path / name), files))
     except OSError as error:
         raise CheckpointError(f"{path}: a file of it cannot be read ({error})") from None
+    if changed := [name for name, found in zip(files, digests, strict=True) if found != files[name]]:
+        raise CheckpointError(f"{path}: {changed[0]} is not what was saved (its SHA-256 differs)")
     return manifest
 
 
@@ -151,11 +151,6 @@ def remove_leftovers(run: RunDirectory) -> None:
     """Delete what an interrupted save has left, which may be what fills the disk."""
     for path in run.leftovers():
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _digests(path: Path, names: dict[str, str]) -> Iterator[tuple[str, str]]:
-    with ThreadPoolExecutor(4) as pool:
-        yield from zip(names, pool.map(lambda name: digest(path / name), names), strict=True)
 
 
 def _check_config(path: Path, manifest: Manifest, config: dict[str, Any]) -> None:

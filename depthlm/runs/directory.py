@@ -251,12 +251,9 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
     if refused:
         lines = "\n".join(f"  - {name}: {changed[name]}" for name in sorted(refused))
         longer = "resume=extend allows another length. " if refused <= {*LENGTHS} else ""
-        has_other_code = any(name.startswith("code.") for name in refused)
-        remedy = (
-            "Restore the code of these classes, with all that it imports,"
-            if has_other_code
-            else "Give the same settings"
-        )
+        remedy = "Give the same settings"
+        if any(name.startswith("code.") for name in refused):
+            remedy = "Restore the code of these classes, with all that it imports,"
         raise UserError(
             f"{directory} holds a run with another configuration:\n{lines}\n"
             f"{longer}{remedy} to resume it, or give another directory, as in output_dir={directory}-2; there "

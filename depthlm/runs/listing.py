@@ -3,7 +3,6 @@
 A filter is a word, a pattern, or a comparison such as `model=mhc`, `optimizer.lr>1e-3`, `tokens>=1M` or `age<2d`.
 """
 
-import math
 import operator
 import os
 import re
@@ -59,8 +58,7 @@ class RunListing:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields without `values`, and those of the progress, by name."""
-        own = {name: getattr(self, name) for name in RunListing.__dataclass_fields__}
-        return {name: value for name, value in own.items() if name in FIELDS} | asdict(self.progress)
+        return {name: value for name, value in vars(self).items() if name in FIELDS} | asdict(self.progress)
 
 
 @dataclass(frozen=True)
@@ -170,10 +168,10 @@ def parse_comparison(text: str) -> Comparison | None:
     if key == "state" and sign not in ORDERS and not any(fnmatchcase(state, value) for state in STATES):
         raise UserError(f"{text}: no run has this state; allowed: {', '.join(STATES)}{nearest(value, STATES)}")
     if key == AGE:
-        seconds = _seconds(value)
-        if seconds is None:
+        age = AGE_TEXT.fullmatch(value)
+        if age is None:
             raise UserError(f"{text}: an age is a number with the unit s, m, h or d, as in `age{sign}2d`")
-        return Comparison(key, sign, value, seconds)
+        return Comparison(key, sign, value, float(age[1]) * SECONDS[age[2]])
     number = parse_number(value)
     if number is None and sign in ORDERS:
         raise UserError(f"{text}: {sign} needs a number, as in `{key}{sign}3.2` or `{key}{sign}10B`; `=` compares text")
@@ -184,7 +182,7 @@ def parse_number(text: str) -> float | None:
     """Return 3.2, 1e-3 or a count such as 10B as a number; None for anything else, and for nan and infinity."""
     try:
         # parse_count is slow for 1e99999999, but exact for large counts and for 1.1B
-        return parse_count(text) if re.fullmatch(r"[\d_]+", text) or COUNT.fullmatch(text) else _finite(float(text))
+        return parse_count(text) if re.fullmatch(r"[\d_]+", text) or COUNT.fullmatch(text) else finite(float(text))
     except ValueError:
         return None
 
@@ -231,12 +229,3 @@ def _numbers(run: RunRecord) -> dict[str, float]:
     for content in (*run.rows, run.summary):
         newest |= content
     return {name: number for name, value in newest.items() if (number := finite(value)) is not None}
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
-
-
-def _seconds(text: str) -> float | None:
-    match = AGE_TEXT.fullmatch(text)
-    return None if match is None else float(match[1]) * SECONDS[match[2]]

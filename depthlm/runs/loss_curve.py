@@ -26,8 +26,7 @@ def plot_loss(directory: Path, unigram_entropy: float | None = None, to: Path | 
     figure, ((axes,),) = subplots(1, 7, 4.2)
     losses = [(tokens, loss) for tokens, loss in interval_losses(rows) if loss is not None]
     axes.plot(*zip(*losses, strict=True) if losses else ([], []), color="#555555", lw=1.3, label="training")
-    many = [matplotlib.colormaps["tab20"](number) for number in range(20)]
-    colours = HUES if len(names) <= len(HUES) else many
+    colours = HUES if len(names) <= len(HUES) else [matplotlib.colormaps["tab20"](number) for number in range(20)]
     for number, name in enumerate(names):
         key = loss_key(name)
         measured = [row for row in rows if row["tokens"] is not None and finite(row.get(key)) is not None]

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from depthlm.config.keys import flatten
 from depthlm.config.saved import of_this_version
@@ -75,7 +75,11 @@ class RunRecord:
 
     def number(self, metric: str, at: float = 1.0) -> float | None:
         """Return a number of a complete run, None where it has none or it is not finite. Arguments: as of `result`."""
-        return finite(self.result(metric, at))
+        try:
+            return finite(self.result(metric, at))
+        except OverflowError:
+            # a damaged file has an integer that no float can hold
+            return None
 
     def result(self, metric: str, at: float = 1.0) -> float | None:
         """Return a measurement of a complete run, infinity if it is not finite; None without a valid one.
@@ -243,20 +247,16 @@ def read_metrics(
     except OSError:
         return
     with file:
-        yield from _rows(file, needed, lists)
-
-
-def _rows(file: BinaryIO, needed: Set[str], lists: Collection[str]) -> Iterator[dict[str, Any]]:
-    # a longer line is not a row, and its parts are not either
-    for line in iter(partial(file.readline, LONGEST_ROW), b""):
-        row = row_of(line)
-        if row is None or not needed | {*lists} <= row.keys():
-            continue
-        values = [row[name] for name in needed]
-        for name in lists:
-            values += row[name] if isinstance(row[name], list) else [row[name], "not a list"]
-        if all(value is None or type(value) in (int, float) for value in values):
-            yield row
+        # a longer line is not a row, and its parts are not either
+        for line in iter(partial(file.readline, LONGEST_ROW), b""):
+            row = row_of(line)
+            if row is None or not needed | {*lists} <= row.keys():
+                continue
+            values = [row[name] for name in needed]
+            for name in lists:
+                values += row[name] if isinstance(row[name], list) else [row[name], "not a list"]
+            if all(value is None or type(value) in (int, float) for value in values):
+                yield row
 
 
 def training_loss(row: Mapping[str, Any]) -> float | None:

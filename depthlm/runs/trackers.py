@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
@@ -30,28 +30,76 @@ ANSWER = 20
 TAGS = ("model", "size", "data")
 
 
-class Service(Protocol):
-    """A running service. Each method may raise anything, or hang.
+class TensorBoard:
+    """Event files of one process."""
 
-    name: for log lines. advice: where the run is still recorded when the service fails, as a clause. id: by which a
-    later process continues the run in the service; None if it needs none.
-    """
+    name, advice = "TensorBoard", "metrics.jsonl is still written"
+    id: str | None = None
 
-    name: str
-    advice: str
-    id: str | None
+    def __init__(self, directory: Path, settings: dict[str, Any], resumed_at: int) -> None:
+        """settings: the configuration, shown as text. resumed_at: what earlier processes recorded of later steps is
+        hidden, since this process trains them again.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(directory), purge_step=resumed_at + 1)
+        self.writer.add_text("config", f"```yaml\n{yaml.safe_dump(settings, sort_keys=False)}```", resumed_at)
 
     def log(self, row: dict[str, Any]) -> None:
-        """Record a row of metrics.jsonl."""
+        """Add a scalar for each number of a row."""
+        self._scalars("", row, row["step"])
 
     def alert(self, title: str, text: str, step: int) -> None:
-        """Notify the user of an event at a step."""
+        """Add the alert as text."""
+        self.writer.add_text("alerts", f"**{title}**: {text}", step)
 
     def finish(self, summary: dict[str, Any] | None) -> None:
-        """Record the summary of a complete run, and end."""
+        """Add the numbers of the summary, and write everything to the disk."""
+        if summary is not None:
+            self._scalars("summary/", summary, summary["step" if "step" in summary else "steps"])
+        self.writer.close()
 
     def give_up(self) -> None:
-        """Detach from the service after a failure, so that the process does not wait for it at exit."""
+        """Nothing: no process waits."""
+
+    def _scalars(self, prefix: str, values: dict[str, Any], step: int) -> None:
+        for name, value in values.items():
+            if name != "step" and isinstance(value, int | float):
+                self.writer.add_scalar(f"{prefix}{name}", value, step)
+
+
+class WeightsAndBiases:
+    """A W&B run."""
+
+    name = "W&B"
+
+    def __init__(self, run: Any, directory: Path) -> None:
+        self.run = run
+        self.id: str | None = run.id
+        folder = RunDirectory(directory).wandb
+        self.advice = f"metrics.jsonl is still written, and `wandb sync` uploads what is in {folder}"
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Log a row at its step."""
+        self.run.log({name: row[name] for name in row if name != "step"}, step=row["step"])
+
+    def alert(self, title: str, text: str, step: int) -> None:
+        """Send an alert, which W&B passes on by e-mail or Slack as the user has set there."""
+        self.run.alert(title=title, text=f"step {step}: {text}", level="WARN", wait_duration=300)
+
+    def finish(self, summary: dict[str, Any] | None) -> None:
+        """Record the summary of a complete run, and finish."""
+        self.run.summary.update(summary or {})
+        self.run.finish()
+
+    def give_up(self) -> None:
+        """Detach from the W&B service."""
+        leave_wandb()
+
+
+# a running service, any of whose methods may raise anything, or hang. name: for log lines. advice: where the run is
+# still recorded when the service fails, as a clause. id: by which a later process continues the run in the service
+Service = TensorBoard | WeightsAndBiases
 
 
 class QueuedService:
@@ -171,73 +219,6 @@ def start_service(name: str, start: Callable[[], Service | None], give_up: Calla
         give_up()
         return None
     return None if service is None else QueuedService(service)
-
-
-class TensorBoard:
-    """Event files of one process."""
-
-    name, advice = "TensorBoard", "metrics.jsonl is still written"
-    id: str | None = None
-
-    def __init__(self, directory: Path, settings: dict[str, Any], resumed_at: int) -> None:
-        """settings: the configuration, shown as text. resumed_at: what earlier processes recorded of later steps is
-        hidden, since this process trains them again.
-        """
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(directory), purge_step=resumed_at + 1)
-        self.writer.add_text("config", f"```yaml\n{yaml.safe_dump(settings, sort_keys=False)}```", resumed_at)
-
-    def log(self, row: dict[str, Any]) -> None:
-        """Add a scalar for each number of a row."""
-        self._scalars("", row, row["step"])
-
-    def alert(self, title: str, text: str, step: int) -> None:
-        """Add the alert as text."""
-        self.writer.add_text("alerts", f"**{title}**: {text}", step)
-
-    def finish(self, summary: dict[str, Any] | None) -> None:
-        """Add the numbers of the summary, and write everything to the disk."""
-        if summary is not None:
-            self._scalars("summary/", summary, summary["step" if "step" in summary else "steps"])
-        self.writer.close()
-
-    def give_up(self) -> None:
-        """Nothing: no process waits."""
-
-    def _scalars(self, prefix: str, values: dict[str, Any], step: int) -> None:
-        for name, value in values.items():
-            if name != "step" and isinstance(value, int | float):
-                self.writer.add_scalar(f"{prefix}{name}", value, step)
-
-
-class WeightsAndBiases:
-    """A W&B run."""
-
-    name = "W&B"
-
-    def __init__(self, run: Any, directory: Path) -> None:
-        self.run = run
-        self.id: str | None = run.id
-        folder = RunDirectory(directory).wandb
-        self.advice = f"metrics.jsonl is still written, and `wandb sync` uploads what is in {folder}"
-
-    def log(self, row: dict[str, Any]) -> None:
-        """Log a row at its step."""
-        self.run.log({name: row[name] for name in row if name != "step"}, step=row["step"])
-
-    def alert(self, title: str, text: str, step: int) -> None:
-        """Send an alert, which W&B passes on by e-mail or Slack as the user has set there."""
-        self.run.alert(title=title, text=f"step {step}: {text}", level="WARN", wait_duration=300)
-
-    def finish(self, summary: dict[str, Any] | None) -> None:
-        """Record the summary of a complete run, and finish."""
-        self.run.summary.update(summary or {})
-        self.run.finish()
-
-    def give_up(self) -> None:
-        """Detach from the W&B service."""
-        leave_wandb()
 
 
 def start_wandb(

@@ -8,7 +8,6 @@ import json
 import math
 import re
 from dataclasses import asdict, fields
-from functools import partial
 from typing import Any
 
 from rich import box
@@ -122,9 +121,18 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
     flops = flops_per_token(model, training.sequence_length)
     steps = run_steps(config)
     tokens = steps and steps * training.batch_size * training.sequence_length
-    micro_batch_size = training.micro_batch_size or max(1, training.batch_size // gpus)
+    share = max(1, training.batch_size // gpus)
+    micro_batch_size = training.micro_batch_size or share
     estimator = MemoryEstimator(config, "cuda", line=(micro_batch_size, 8 * micro_batch_size))
-    per_gpu = partial(memory_per_gpu, config, estimator, gpus, micro_batch_size)
+
+    def per_gpu(stage: int, recompute: bool | int | str) -> tuple[float, dict[str, int | None]]:
+        """Return the bytes that a micro-batch needs, and the most sequences that fit a GPU of each size, or None."""
+
+        def total(size: int) -> float:
+            return estimator.estimate(stage, gpus, size, max(1, share // size), recompute).total
+
+        return total(micro_batch_size), {f"{gb}GB": largest(range(1, 2**16), gb * 1e9, total) for gb in GPUS}
+
     try:
         stages = {f"zero{stage}": per_gpu(stage, training.activation_checkpointing) for stage in range(4)}
         choices = {recompute: per_gpu(config.deepspeed.stage, recompute) for recompute in CHOICES}
@@ -185,27 +193,6 @@ def factor_rows(model: Decoder) -> list[dict[str, Any]]:
     for name, factors in model.factors.items():
         patterns.setdefault(factors, {})[re.sub(r"\.\d+(?=\.)", ".*", name)] = None
     return [{"parameters": list(names), **factors._asdict()} for factors, names in patterns.items()]
-
-
-def memory_per_gpu(
-    config: Config,
-    estimator: MemoryEstimator,
-    gpus: int,
-    micro_batch_size: int,
-    stage: int,
-    recompute: bool | int | str,
-) -> tuple[float, dict[str, int | None]]:
-    """Return the bytes that a micro-batch needs on each GPU, and the largest micro-batch by memory size of the GPU.
-
-    stage: of ZeRO. recompute: a value of training.activation_checkpointing. The largest micro-batch is in sequences,
-    and None if not even one sequence fits. Raises UntracedError.
-    """
-    share = max(1, config.training.batch_size // gpus)
-
-    def total(size: int) -> float:
-        return estimator.estimate(stage, gpus, size, max(1, share // size), recompute).total
-
-    return total(micro_batch_size), {f"{gb}GB": largest(range(1, 2**16), gb * 1e9, total) for gb in GPUS}
 
 
 def recomputed_flops(model: Decoder, recompute: bool | int | str, sequence_length: int) -> float:

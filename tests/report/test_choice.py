@@ -7,7 +7,7 @@ from statistics import stdev
 import pytest
 
 from depthlm.report import report
-from depthlm.report.choice import choice_table
+from depthlm.report.choice import choice_tables
 from depthlm.report.experiment_report import experiment_report
 from depthlm.report.rows import choice_luck
 from depthlm.report.sweep import read_sweep
@@ -49,7 +49,7 @@ def train(overrides: list[str] = SWEEP, rounds: int = 5) -> None:
 
 def test_the_chosen_value_stands_between_its_neighbours_with_their_intervals():
     train()
-    (vanilla, mhc) = ([cell.text for cell in cells] for cells in choice_table(read_sweep(SWEEP)).rows)
+    (vanilla, mhc) = ([cell.text for cell in cells] for cells in choice_tables(read_sweep(SWEEP))[0].rows)
     # of the differences (0.1, 0.16) and (0.02, -0.01), each with one degree of freedom; Student's t of two is 4.303
     half = 4.30265 * math.sqrt((stdev([0.1, 0.16]) ** 2 + stdev([0.02, -0.01]) ** 2) / 2) / math.sqrt(2)
     below = f"1e-3: +0.1300 [{0.13 - half:+.4f}, {0.13 + half:+.4f}]"

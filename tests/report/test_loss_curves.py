@@ -31,7 +31,7 @@ BOTH = {"model": ["vanilla", "dca"]}
 def test_a_panel_is_named_by_what_distinguishes_its_task(points, titles, names):
     panels = panels_of(sweep(experiment(points=points)))
     assert [panel.title.partition(": ")[0] for panel in panels] == titles
-    assert [curve.name for curve in panels[0].curves] == names
+    assert list(panels[0].rows) == names
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from typing import Any
 from depthlm.config.experiment import Column
 from depthlm.counts import as_number
 from depthlm.report.figures.style import Style, mechanism_of, style_of
-from depthlm.report.rows import Measured, Row, measure_column, paper
-from depthlm.report.sweep import Difference, Sweep, references_text, title_of
+from depthlm.report.rows import Measured, Row, measure_column
+from depthlm.report.sweep import Difference, Sweep, references_text
 from depthlm.report.tables import signed_text
 from depthlm.runs.plots import distinct, grid, legend_below, log_ticks, save, short, subplots
 from depthlm.sweeps.best import sort_values
@@ -87,10 +87,8 @@ def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
             panel.set_title(title)
     axes[0, 0].set_yticks(range(len(bars)), distinct([bar.row.label for bar in bars], 36))
     axes[0, 0].set_ylim(len(bars) - 0.4, -0.6)
-    against = references_text(bars)
-    figure.supxlabel(
-        f"{title_of(name, column)}: difference against {against} ({column.better} is better)", fontsize="medium"
-    )
+    label = f"{column.title or name}: difference against {references_text(bars)} ({column.better} is better)"
+    figure.supxlabel(label, fontsize="medium")
     if shift:
         ours = Patch(facecolor="#777777", label="ours")
         papers = Patch(facecolor="white", edgecolor="#777777", hatch="////", label="the paper's")
@@ -120,7 +118,7 @@ def draw_lines(
     for panel, lines in zip(axes[0], panels, strict=True):
         _draw(panel, lines, sweep)
         panel.set_xlabel(sweep.experiment.x.rpartition(".")[2].replace("_", " "))
-        panel.set_ylabel(f"{title_of(name, column)} ({column.better} is better)")
+        panel.set_ylabel(f"{column.title or name} ({column.better} is better)")
         if len(panels) > 1:
             panel.set_title("the paper's" if lines[0].hollow else "ours")
     names = list(dict.fromkeys(line.name for line in [*ours, *papers]))
@@ -136,7 +134,7 @@ def _notes(sweep: Sweep, ours: Sequence[Line], papers: Sequence[Line]) -> list[s
     if any(mark.interval is not None for line in ours for mark in line.marks):
         notes.append(f"Error bars: 95% intervals over seeds{sweep.luck_text}.")
     notes.append("Lines are broken where a number is missing.")
-    printed = [row for row in sweep.rows if paper(row, sweep.first[0]) is not None]
+    printed = [row for row in sweep.rows if row.paper.get(sweep.first[0]) is not None]
     unplaced = sum(math.isnan(_mark(sweep, row, hollow=True).y) for row in printed)
     if unplaced:
         notes.append(f"{unplaced} of the paper's numbers are not drawn: their position on the axis is unknown.")
@@ -165,7 +163,7 @@ def _mark(sweep: Sweep, row: Row, hollow: bool, ours: Measured | None = None) ->
     if x is None and not _settings(sweep):
         return Mark(None, math.nan)
     if hollow:
-        printed = paper(row, name)
+        printed = row.paper.get(name)
         return Mark(x, math.nan if printed is None else printed)
     return Mark(x, math.nan) if ours is None else Mark(x, ours.mean, ours.interval)
 
@@ -200,7 +198,7 @@ def _paper_place(sweep: Sweep, row: Row) -> float | None:
         return _place(sweep, row)
     for name, column in sweep.columns.items():
         for candidate in (row, sweep.reference_of(row)):
-            value = None if candidate is None else paper(candidate, name)
+            value = None if candidate is None else candidate.paper.get(name)
             if column.metric == sweep.experiment.x and value is not None:
                 return value * column.scale
     return _place(sweep, row) if sweep.as_printed else None

@@ -11,7 +11,7 @@ import numpy as np
 
 from depthlm.counts import count_text
 from depthlm.report.figures.style import Mechanism, Style, mechanism_of, style_of
-from depthlm.report.rows import Row, number
+from depthlm.report.rows import Row
 from depthlm.report.sweep import Sweep, range_text
 from depthlm.runs.plots import distinct, grid, save, short, subplots
 from depthlm.runs.records import COMPLETE, RunRecord, Validation, interval_losses, perplexity
@@ -33,20 +33,11 @@ LINE, LETTER, TITLE_LETTER = 0.17, 0.075, 0.085
 
 
 @dataclass(frozen=True)
-class LossCurve:
-    """Runs that differ only in the seed. mechanism: its colour is that of the curve."""
-
-    name: str
-    mechanism: Mechanism
-    runs: list[RunRecord]
-
-
-@dataclass(frozen=True)
 class Panel:
-    """The loss curves of one task."""
+    """The loss curves of one task: a row for each, by its name."""
 
     title: str
-    curves: list[LossCurve]
+    rows: dict[str, Row]
 
 
 class Line(NamedTuple):
@@ -82,46 +73,38 @@ def panels_of(sweep: Sweep) -> list[Panel]:
     """Return a panel for each task that the experiment names, or for each model size, in the order of the rows."""
     groups: dict[str, list[Row]] = {}
     for row in sweep.rows:
-        groups.setdefault(row.parts.get("task") or sweep.shape_of(row).size, []).append(row)
-    return [
-        Panel(
-            _make_title(sweep, title, rows),
-            [LossCurve(name, mechanism_of(row), row.runs) for row, name in zip(rows, names_of(rows), strict=True)],
-        )
-        for title, rows in groups.items()
-    ]
+        groups.setdefault(row.parts.get("task") or sweep.shape_of(row)[0], []).append(row)
+    return [Panel(_make_title(sweep, title, rows), named_rows(rows)) for title, rows in groups.items()]
 
 
 def _make_title(sweep: Sweep, title: str, rows: Sequence[Row]) -> str:
     """Return a title with the sizes of the models, as in `micro: 4 layers of width 64, 369K parameters`."""
     shapes = {sweep.shape_of(row) for row in rows}
-    facts = [f"{shape.layers} layers of width {shape.width}" for shape in shapes if shape.layers and len(shapes) == 1]
-    parameters = {value for row in rows for run in row.runs if (value := number(run, "parameters")) is not None}
+    facts = [f"{layers} layers of width {width}" for _, layers, width in shapes if layers and len(shapes) == 1]
+    parameters = {value for row in rows for run in row.runs if (value := run.number("parameters")) is not None}
     facts += [f"{range_text(parameters)} parameters"] if parameters else []
     return ": ".join(filter(None, [title, ", ".join(facts)]))
 
 
-def names_of(rows: Sequence[Row]) -> list[str]:
-    """Return the labels without the parts that all rows share, where the rest still distinguishes them."""
+def named_rows(rows: Sequence[Row]) -> dict[str, Row]:
+    """Return rows by their labels, without the parts that all of them share where the rest still distinguishes them."""
     shared = set.intersection(*(set(row.parts.items()) for row in rows))
     names = [", ".join(text for part, text in row.parts.items() if (part, text) not in shared) for row in rows]
-    return names if all(names) and len(set(names)) == len(names) else [row.label for row in rows]
+    if not all(names) or len(set(names)) < len(names):
+        names = [row.label for row in rows]
+    return dict(zip(names, rows, strict=True))
 
 
-def draw_loss_curves(panels: Sequence[Panel], path: Path, stamp: str, title: str = "") -> list[str] | None:
+def draw_loss_curves(sweep: Sweep, path: Path) -> list[str] | None:
     """Draw training losses over tokens, smoothed; None where no run has any. Returns the notes on the figure."""
     about = f"Training losses, as a running mean over about {SMOOTHED:.0%} of a run's logged steps."
     quantity = Quantity(read_losses, "tokens", "training loss (nats per token)", about)
-    return draw_curves(panels, quantity, path, stamp, title)
+    return draw_curves(sweep, panels_of(sweep), quantity, path)
 
 
 def draw_validation_curves(sweep: Sweep, over: str, path: Path) -> list[str] | None:
     """Draw the perplexity of all rows over `steps`, `tokens` or `time`; None where no run has any. Returns notes."""
-    curves = [
-        LossCurve(name, mechanism_of(row), row.runs) for row, name in zip(sweep.rows, names_of(sweep.rows), strict=True)
-    ]
-    quantity = _quantity(over, sweep.runs)
-    return draw_curves([Panel("", curves)], quantity, path, sweep.stamp(), sweep.experiment.title)
+    return draw_curves(sweep, [Panel("", named_rows(sweep.rows))], _quantity(over, sweep.runs), path)
 
 
 def _quantity(over: str, runs: list[RunRecord]) -> Quantity:
@@ -142,17 +125,15 @@ def _quantity(over: str, runs: list[RunRecord]) -> Quantity:
     return Quantity(read, title, "validation perplexity", VALIDATIONS, "o", paired=True, counts=over != "time")
 
 
-def draw_curves(
-    panels: Sequence[Panel], quantity: Quantity, path: Path, stamp: str, title: str = ""
-) -> list[str] | None:
+def draw_curves(sweep: Sweep, panels: Sequence[Panel], quantity: Quantity, path: Path) -> list[str] | None:
     """Draw a quantity of all runs; None where no run has it. Returns the notes on the figure."""
-    panels = [panel for panel in panels if any(_has(quantity, run) for curve in panel.curves for run in curve.runs)]
+    panels = [panel for panel in panels if any(_has(quantity, run) for row in panel.rows.values() for run in row.runs)]
     if not panels:
         return None
     across = 2 if len(panels) == 4 else min(ACROSS, len(panels))
     down = -(-len(panels) // across)
     names = [name for panel in panels for name in _names(panel)]
-    lines = min(MOST_NAMED, max(len(panel.curves) for panel in panels))
+    lines = min(MOST_NAMED, max(len(panel.rows) for panel in panels))
     high = 1.1 + max(3.6 if len(panels) == 1 else 2.8, lines * LINE)
     # the legend is beside the axes
     wide = (6.5 if across == 1 else 3.7) + 0.7 + LETTER * max(map(len, names))
@@ -165,18 +146,18 @@ def draw_curves(
         place.set_visible(False)
     for place in axes[:, 0]:
         place.set_ylabel(quantity.y)
-    save(figure, path, stamp, title)
+    save(figure, path, sweep.stamp(), sweep.experiment.title)
     return _notes(panels, quantity)
 
 
 def _notes(panels: Sequence[Panel], quantity: Quantity) -> list[str]:
-    curves = [curve for panel in panels for curve in panel.curves]
+    rows = [row for panel in panels for row in panel.rows.values()]
     notes = [quantity.note]
-    if any(len(curve.runs) > 1 for curve in curves):
+    if any(len(row.runs) > 1 for row in rows):
         notes.append("Lines: the mean over the complete seeds; bands: from the lowest to the highest of them.")
-    if any(run.state != COMPLETE and _has(quantity, run) for curve in curves for run in curve.runs):
+    if any(run.state != COMPLETE and _has(quantity, run) for row in rows for run in row.runs):
         notes.append("Thin pale lines that end in a cross are incomplete runs.")
-    crowded = max(len(panel.curves) for panel in panels)
+    crowded = max(len(panel.rows) for panel in panels)
     if crowded > MOST_NAMED:
         notes.append(f"{crowded} curves in a panel are too many to name: the legend has the lowest of each mechanism.")
     return notes
@@ -228,13 +209,14 @@ def _draw(axes: Any, panel: Panel, quantity: Quantity) -> None:
     drawn: list[Line] = []
     # the end of each curve, its entry in a legend and its mechanism
     named: list[tuple[float, Any, Mechanism]] = []
-    styles = style_of([curve.mechanism for curve in panel.curves])
-    for curve, name, style in zip(panel.curves, _names(panel), styles, strict=True):
-        lines = _draw_curve(axes, curve, style, quantity)
+    mechanisms = [mechanism_of(row) for row in panel.rows.values()]
+    curves = zip(panel.rows.values(), _names(panel), mechanisms, style_of(mechanisms), strict=True)
+    for row, name, mechanism, style in curves:
+        lines = _draw_runs(axes, row.runs, style, quantity)
         drawn += lines
         if lines:
             entry = Line2D([], [], color=style.colour, ls=style.dash, label=name)
-            named.append((lines[-1].end[1], entry, curve.mechanism))
+            named.append((lines[-1].end[1], entry, mechanism))
     # from top to bottom, as the curves end
     named.sort(key=lambda one: -one[0])
     if len(named) > MOST_NAMED:
@@ -252,12 +234,12 @@ def _draw(axes: Any, panel: Panel, quantity: Quantity) -> None:
     grid(axes)
 
 
-def _draw_curve(axes: Any, curve: LossCurve, style: Style, quantity: Quantity) -> list[Line]:
+def _draw_runs(axes: Any, runs: Sequence[RunRecord], style: Style, quantity: Quantity) -> list[Line]:
     """Draw each run, and the mean of the complete ones; return all lines, the one to be named last."""
-    single = len(curve.runs) == 1
+    single = len(runs) == 1
     lines, complete = [], []
     look = {"color": style.colour, "ls": style.dash, "marker": quantity.marker, "ms": 3}
-    for run in curve.runs:
+    for run in runs:
         line = quantity.read(run)
         if not np.isfinite(line.y).any():
             continue
@@ -282,13 +264,12 @@ def _draw_curve(axes: Any, curve: LossCurve, style: Style, quantity: Quantity) -
 
 def _names(panel: Panel) -> list[str]:
     """Return the names of a panel's curves, each with the state of a run that is alone and not complete."""
-    names = distinct([curve.name for curve in panel.curves])
-    return [f"{name}{_state(curve)}" for name, curve in zip(names, panel.curves, strict=True)]
+    return [f"{name}{_state(row.runs)}" for name, row in zip(distinct([*panel.rows]), panel.rows.values(), strict=True)]
 
 
-def _state(curve: LossCurve) -> str:
-    run = curve.runs[0]
-    is_alone = len(curve.runs) == 1 and run.state != COMPLETE and run.step is not None
+def _state(runs: Sequence[RunRecord]) -> str:
+    run = runs[0]
+    is_alone = len(runs) == 1 and run.state != COMPLETE and run.step is not None
     return f" ({run.state}, step {run.step:,})" if is_alone else ""
 
 

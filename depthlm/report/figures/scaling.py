@@ -10,7 +10,7 @@ import numpy as np
 from depthlm.config.experiment import Column
 from depthlm.report.figures.style import Style, mechanism_of, style_of
 from depthlm.report.scaling_laws import NEEDS, VIEWS, Curve, Needed, Saving, baseline_of, paper_fit
-from depthlm.report.sweep import Sweep, title_of
+from depthlm.report.sweep import Sweep
 from depthlm.runs.plots import grid, legend_below, log_ticks, save, short
 
 # the smallest factor that is drawn as a segment, which is then longer than a marker
@@ -37,7 +37,7 @@ def draw_scaling(
     baseline = baseline_of(sweep, fitted_curves)
     for view, column in views.items():
         _draw_view(places[view], styled, view, column, baseline, widest(saved))
-        places[view].set_ylabel(title_of(*sweep.first))
+        places[view].set_ylabel(sweep.first[1].title or sweep.first[0])
     if sweep.as_printed:
         _draw_paper_fits(places["compute"], sweep, styled)
     if baseline is not None and saved:
@@ -88,18 +88,12 @@ def _notes(sweep: Sweep, shown: Sequence[Curve], saved: Sequence[Saving], baseli
 
 def widest(saved: Sequence[Saving]) -> Saving | None:
     """Return the saving to draw: the greatest at the largest size within the sizes of the baseline."""
-
-    def order(entry: Saving) -> tuple[float, float]:
-        needs = entry.needs["parameters"]
-        assert needs is not None
-        return round(math.log2(entry.reference.x["parameters"]), 1), needs.factor
-
     visible = [
-        entry
+        (round(math.log2(entry.reference.x["parameters"]), 1), n.factor, entry)
         for entry in saved
         if (n := entry.needs["parameters"]) is not None and n.is_clear and not n.extrapolated and n.factor > VISIBLE
     ]
-    return max(visible, key=order, default=None)
+    return max(visible, key=lambda one: one[:2])[2] if visible else None
 
 
 def _draw_view(

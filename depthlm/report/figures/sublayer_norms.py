@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from depthlm.report.figures.loss_curves import names_of
+from depthlm.report.figures.loss_curves import named_rows
 from depthlm.report.figures.style import mechanism_of, style_of
 from depthlm.report.sweep import Sweep
 from depthlm.run_directory import RunDirectory
@@ -23,7 +23,7 @@ def draw_sublayer_norms(sweep: Sweep, path: Path) -> list[str] | None:
     """
     measured = {
         name: (row, arrays)
-        for row, name in zip(sweep.rows, names_of(sweep.rows), strict=True)
+        for name, row in named_rows(sweep.rows).items()
         if (arrays := [array for run in row.runs if (array := last_norms(run)) is not None])
     }
     if not measured:

@@ -14,7 +14,7 @@ from typing import Any
 from depthlm.counts import format_count
 from depthlm.files import replace_text
 from depthlm.report.figures.scaling import draw_scaling
-from depthlm.report.rows import Row, number
+from depthlm.report.rows import Row
 from depthlm.report.scaling_laws import curves, fit_table, savings
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import Table, cells, markdown, number_text, signed_text
@@ -162,7 +162,7 @@ def spent(records: Records) -> Table:
 
 def _spent(rows: Sequence[Row]) -> list[str]:
     runs = [run for row in rows for run in row.runs if run.state != WAITING]
-    return [str(len(runs)), number_text(sum(number(run, "wall_seconds") or 0.0 for run in runs) / 3600, 1)]
+    return [str(len(runs)), number_text(sum(run.number("wall_seconds") or 0.0 for run in runs) / 3600, 1)]
 
 
 def interventions_table(results: Results) -> Table:
