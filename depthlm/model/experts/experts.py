@@ -125,6 +125,8 @@ class Experts(nn.Module):
 
     def __init__(self, num_experts: int, hidden_size: int, expert_size: int):
         super().__init__()
+        # DeepSpeed reads it
+        self.num_experts = num_experts
         self.gate_proj = nn.Parameter(torch.empty(num_experts, expert_size, hidden_size))
         self.up_proj = nn.Parameter(torch.empty(num_experts, expert_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, expert_size))
