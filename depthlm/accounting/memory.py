@@ -208,9 +208,11 @@ def rank_decoder(config: Config) -> Decoder:
 def largest(sizes: Sequence[int], available: float, total: Callable[[int], float]) -> int | None:
     """Return the largest of these sizes (ascending) whose total does not exceed `available`; None if none fits.
 
-    A larger size is taken to have a larger total; the largest of all is tried first, since it may not accumulate.
+    A larger size is taken to have a larger total; the largest of all is tried first, since it may not accumulate. Then
+    the smallest one is tried, since most often nothing fits.
     """
     if total(sizes[-1]) <= available:
         return sizes[-1]
-    fitting = bisect.bisect_right(sizes, available, key=total)
-    return sizes[fitting - 1] if fitting else None
+    if total(sizes[0]) > available:
+        return None
+    return sizes[bisect.bisect_right(sizes, available, 1, len(sizes) - 1, key=total) - 1]

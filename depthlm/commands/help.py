@@ -118,7 +118,7 @@ def show_option(console: Console, group: str, option: str, config_dir: str | Pat
 def show_class(console: Console, name: str, settings: DictConfig) -> None:
     """Print the docstring of a connection or attention class, and each setting with its value and meaning."""
     if errors := check_target(name, settings):
-        raise UserError(errors[0])
+        raise UserError("\n".join(errors))
     mechanism_class = get_class(settings["_target_"])
     console.print(f"[bold]{name}[/bold]: {mechanism_class.__module__}.{mechanism_class.__qualname__}\n")
     console.print(inspect.getdoc(mechanism_class) or "", markup=False, soft_wrap=True)

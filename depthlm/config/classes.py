@@ -75,9 +75,10 @@ def check_target(name: str, settings: Any) -> list[str]:
     module, attribute = target.rsplit(".", 1)
     try:
         source = importlib.import_module(module)
-    except ImportError as error:
-        if extra := EXTRAS.get(str(error.name)):
-            return [f"{where}={target}: {error.name} is not installed; {install_command(extra)}"]
+    except (ImportError, ValueError) as error:
+        missing = str(getattr(error, "name", None))
+        if extra := EXTRAS.get(missing):
+            return [f"{where}={target}: {missing} is not installed; {install_command(extra)}"]
         return [f"{where}={target}: cannot be imported ({error}); is its folder on PYTHONPATH?"]
     named_class = getattr(source, attribute, None)
     if named_class is None:

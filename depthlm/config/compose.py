@@ -47,7 +47,7 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None,
     here=True, raises UserError for the run of somebody else that names paths, addresses or services.
     """
     sources = _read(overrides, config_dir)
-    config, saved = _compose_fields(sources)
+    config, saved = _compose_sources(sources)
     if here and saved is not None and sources.run is not None:
         # what the overrides set is not taken from the run
         named = tuple(f"{name.replace('/', '.')}." for name in given_names(sources.overrides))
@@ -69,7 +69,7 @@ def compose_unchecked(overrides: Sequence[str], config_dir: str | Path | None = 
 def _compose_unchecked(overrides: tuple[str, ...], config_dir: str | Path | None, files: Files) -> Config:
     # a sweep asks again after each round of its runs
     sources = _read(overrides, config_dir)
-    return _resolve(*_compose_fields(sources), sources, lambda config: "auto")
+    return _resolve(*_compose_sources(sources), sources, lambda config: "auto")
 
 
 def resolve_and_check(raw: DictConfig, overrides: Sequence[str], config_dir: str | Path | None = None) -> Config:
@@ -99,7 +99,7 @@ def _read(overrides: Sequence[str], config_dir: str | Path | None) -> Sources:
     return read_sources(overrides, config_dir)
 
 
-def _compose_fields(sources: Sources) -> tuple[Config, Config | None]:
+def _compose_sources(sources: Sources) -> tuple[Config, Config | None]:
     """Return the configuration that the sources compose, and the resolved one that `run=` or `config=` gives."""
     texts, config_dir = sources.overrides, sources.config_dir
     saved: Config | None = None

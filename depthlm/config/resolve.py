@@ -29,6 +29,7 @@ from depthlm.config.names import (
 )
 from depthlm.config.saved import compare
 from depthlm.config.schema import Config, run_steps
+from depthlm.config.validate.explain import explain_overrides
 from depthlm.data import is_on_hub, padded_vocab_size
 from depthlm.data.settings import Data
 from depthlm.errors import ConfigError, join_names, nearest
@@ -195,7 +196,7 @@ def with_derived(config: Config, given: Set[str], overrides: Sequence[str]) -> C
 def with_base_size(config: Config, given: Set[str], config_dir: str | Path | None) -> Config:
     """Return the configuration with the size that parametrization.base_size names, and its rate and initial values.
 
-    A budget shrinks it like the size. Raises ConfigError if there is no such size.
+    A budget shrinks it like the size. Raises ConfigError if there is no such size, or if its file is invalid.
 
     given: the keys and groups that the overrides set; they stay unchanged.
     """
@@ -208,7 +209,10 @@ def with_base_size(config: Config, given: Set[str], config_dir: str | Path | Non
             [f"parametrization.base_size={name}: no such size; allowed: {join_names(known)}{nearest(name, known)}"]
         )
     composed = compose_fields([f"size={name}"], config_dir)
-    assert composed is not None
+    if composed is None:
+        with hydra_at_conf():
+            errors = explain_overrides([f"size={name}"], config_dir, compose_raw)
+        raise ConfigError(errors)
     base = replace(config, size=composed.size)
     base_size = replace_values(base, _widths(base)).size
     values: dict[str, Any] = {f"size.{key}": value_of(base_size, key) for key in ("init_std", "embedding_init_std")}

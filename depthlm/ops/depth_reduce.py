@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from depthlm.ops.autograd import call
-from depthlm.ops.dtypes import EXACT, common_dtype, exact_dtype, upcast
+from depthlm.ops.dtypes import EXACT, common_dtype, upcast
 
 
 def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
@@ -97,10 +97,11 @@ class SourceScores(torch.autograd.Function):
 
 def _sum_of_products(weights: Any, sources: Sequence[Tensor]) -> Tensor:
     (w, x), *others = zip(weights, sources, strict=True)
-    total = x.to(exact_dtype(sources)) * w
+    dtype = common_dtype(sources)
+    total = x.to(torch.promote_types(dtype, torch.float32)) * w
     for w, x in others:
         total.addcmul_(x, w)
-    return total.to(common_dtype(sources))
+    return total.to(dtype)
 
 
 def _broadcast(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:

@@ -28,8 +28,8 @@ def register(
     """Return a decorator that registers a function as an operator, and returns the operator.
 
     The operator's name contains the package of the function, so that exported copies do not collide. fake: returns
-    empty results of the right shape, dtype and strides. mutates: the arguments that the function writes. schema:
-    replaces the one that the annotations of the function give.
+    empty results of the right shape, dtype and strides; by default None, for one that only writes to its arguments.
+    mutates: the arguments that the function writes. schema: replaces the one that the annotations of the function give.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:

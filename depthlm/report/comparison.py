@@ -135,7 +135,7 @@ def difference_text(entry: Difference, column: Column) -> str:
 
 
 def with_interval(number: Measured, digits: int, text: Callable[[float, int], str]) -> str:
-    """Return a number as this text, with the bounds of its 95% interval if it has one."""
+    """Return a number with the bounds of its 95% interval if it has one. text: writes a number with so many digits."""
     if number.interval is None:
         return text(number.mean, digits)
     low, high = (text(number.mean + side * number.interval, digits) for side in (-1, 1))

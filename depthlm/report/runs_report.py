@@ -214,9 +214,10 @@ def differing_settings(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]
 
 def _follows(key: str, values: Sequence[Any], models: Sequence[Any]) -> bool:
     """Return whether a setting of a mechanism has the same value in all runs of each mechanism, so its name says it."""
+    if not key.startswith(("model.connection.", "model.attention.")):
+        return False
     by_model = {repr(model): value for model, value in zip(models, values, strict=True)}
-    is_function = all(by_model[repr(model)] == value for model, value in zip(models, values, strict=True))
-    return key.startswith(("model.connection.", "model.attention.")) and is_function
+    return all(by_model[repr(model)] == value for model, value in zip(models, values, strict=True))
 
 
 def _text(key: str, value: Any) -> str:

@@ -7,8 +7,9 @@ from typing import NamedTuple
 from rich import box
 from rich.table import Table
 
+from depthlm.config.keys import flatten
 from depthlm.counts import count_text, duration_text, format_count
-from depthlm.files import read_json
+from depthlm.files import read_json, read_yaml
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import COMPLETE, RunRecord, finite
 
@@ -50,6 +51,9 @@ def progress_of(run: RunRecord) -> RunProgress:
     """Return the progress of a run, from its rows, its summary, and environment.json."""
     environment = read_json(RunDirectory(run.directory).environment)
     steps, devices = environment.get("steps"), environment.get("world_size")
+    if type(steps) is not int:
+        # that of version 0.2 has no steps
+        steps = flatten(read_yaml(RunDirectory(run.directory).config)).get("training.max_steps")
     rows = _timed_rows(run)
     trained = sum(row.seconds for row in rows)
     recent = rows[-RECENT_ROWS:]

@@ -60,7 +60,7 @@ class TensorBoard:
         self.writer.close()
 
     def give_up(self) -> None:
-        """Nothing: no process waits."""
+        """Do nothing: the process does not wait for event files at exit."""
 
     def _scalars(self, prefix: str, values: dict[str, Any], step: int) -> None:
         for name, value in values.items():
@@ -93,12 +93,13 @@ class WeightsAndBiases:
         self.run.finish()
 
     def give_up(self) -> None:
-        """Detach from the W&B service."""
+        """Detach from the W&B service, so that the process does not wait for it at exit."""
         leave_wandb()
 
 
 # a running service, any of whose methods may raise anything, or hang. name: for log lines. advice: where the run is
-# still recorded when the service fails, as a clause. id: by which a later process continues the run in the service
+# still recorded when the service fails, as a clause. id: by which a later process continues the run in the service;
+# None if it needs none
 Service = TensorBoard | WeightsAndBiases
 
 

@@ -30,6 +30,7 @@ from depthlm.sweeps.point import Point
 Read = Callable[[str], RunRecord]
 # the value of best_over in a point, as `normal_value` spells it; None where the point has none
 Value = str | None
+# a Value, or a value that every point has
 Text = TypeVar("Text", str, str | None)
 
 

@@ -30,7 +30,7 @@ from depthlm.data.sampler import inputs_and_targets
 from depthlm.model.experts import Routing
 from depthlm.model.layer import UNOBSERVED, Observer
 from depthlm.training.engine import Engine
-from depthlm.training.engine.sharding import replaced
+from depthlm.training.engine.replace import replace_attributes
 from depthlm.training.plan import Plan
 
 log = logging.getLogger("depthlm")
@@ -247,7 +247,7 @@ class MicroBatchGraphs:
 
     def _passes(self, inputs: Sequence[Tensor]) -> Passes:
         # batches of validation may have more documents
-        with self.engine.skip_reduction(), replaced(self.engine.model, max_documents=self.max_documents):
+        with self.engine.skip_reduction(), replace_attributes(self.engine.model, max_documents=self.max_documents):
             passes, loss = run_forward(self.engine, inputs[0], (*inputs, None)[1], self.z_loss)
             self.engine.backward(loss * self.factor)
         return passes

@@ -85,9 +85,9 @@ class BadBatches:
                 "skips this batch; training.on_nonfinite=rewind also skips the batches since the last regular "
                 "checkpoint"
             )
-        why_not = self.rewind(reason) if training.on_nonfinite == "rewind" else "skipped"
-        if why_not is not None:
-            self.skip(reason, why_not)
+        outcome = self.rewind(reason) if training.on_nonfinite == "rewind" else "skipped"
+        if outcome is not None:
+            self.skip(reason, outcome)
 
     def check_state(self) -> bool:
         """Rewind if the weights or the states of the optimizer are not finite on some rank. Returns whether it did.

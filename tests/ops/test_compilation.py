@@ -87,8 +87,8 @@ for e, groups in ((80, 5), (256, 8)):
     depth_attention.backward(mix, q, mix, lse, entries[:4], entries[4:])
 for e, groups in ((64, 4), (128, 3), (256, 16)):
     q, entries = zeros(1, 4 * groups, 2, e, dtype=BF16), zeros(3, 2, 1, 2, 4, e, dtype=BF16)
-    context, lse = moda.forward(q, q, zeros(1, 4 * groups, 2), entries)
-    moda.backward(q, q, context, lse, q, entries, torch.zeros_like(entries), 1)
+    attended, lse = moda.forward(q, q, zeros(1, 4 * groups, 2), entries)
+    moda.backward(q, q, attended, lse, q, entries, torch.zeros_like(entries), 1)
 """
 LOSSES = """
 from depthlm.ops.cross_entropy import triton as cross_entropy

@@ -77,9 +77,9 @@ def all_huge() -> Iterator[tuple[str, Callable[[], tuple[list[Tensor], list[Tens
 
     def depth(q, out, grad, grad_q, entries, sums, lse):
         q, out, grad, grad_q = (x.transpose(1, 2) for x in (q, out, grad, grad_q))
-        context, merged = moda_depth(q, out, lse, entries)
-        total = moda_depth_backward(grad, q, context, merged, grad_q, entries, sums, 1)
-        return [(context, 2), (merged, 2), (total, 2), (sums, 3)]
+        attended, merged = moda_depth(q, out, lse, entries)
+        total = moda_depth_backward(grad, q, attended, merged, grad_q, entries, sums, 1)
+        return [(attended, 2), (merged, 2), (total, 2), (sums, 3)]
 
     t = 2**31 // (8 * 6 * 64) + 61
     shapes = [((1, t, 48, 64), 1)] * 4 + [((4, 2, 1, t, 8, 64), 3)] * 2 + [((1, 48, t), 2)]

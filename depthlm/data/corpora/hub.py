@@ -70,9 +70,11 @@ def open_url(url: str) -> BinaryIO:
     class File(HfFileSystemFile):
         """A file of the hub; errors while reading are raised as DataError."""
 
-        def read(self, length: int = -1) -> bytes:
+        def read(self, length: int | None = -1) -> bytes:
+            # without a number, the library reads the file in one piece, which is not repeated
+            size = self.size - self.loc if length is None or length < 0 else length
             with _explain_errors(url, repo, revision):
-                return super().read(length)
+                return super().read(size)
 
     with _explain_errors(url, repo, revision):
         return io.BufferedReader(File(HfFileSystem(), url, block_size=_BLOCK))

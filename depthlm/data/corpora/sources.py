@@ -33,8 +33,8 @@ _SHOWN = 3
 class TextFiles:
     """The files of one source. held_out: null where documents are held out by a hash of their text.
 
-    description: what the text was made from, for the manifest. state: a digest of the files' modification times; an
-    unfinished preparation with another one starts from scratch.
+    description: what the text was made from, for the manifest. state: a digest of the files' modification times, empty
+    on the hub; an unfinished preparation with another one starts from scratch.
     times: a digest that also covers when the system last changed each file (ctime), which no program can set; empty on
     the hub. unread: the other content of the folder, a line for each reason why it is not read.
     """

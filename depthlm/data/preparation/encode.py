@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 
 from depthlm.data.corpora.documents import REASONS, Reader, digest_of, documents, held_out_share, is_validation
 from depthlm.data.corpora.formats import TextFile
 from depthlm.data.corpora.sources import TextFiles
-from depthlm.data.manifest import Manifest, dtype_of
+from depthlm.data.manifest import Manifest, dtype_of, little_endian
 from depthlm.data.preparation.progress import Position, ProgressBar, ProgressFile, SplitWriter
 from depthlm.data.settings import Data, Source
 from depthlm.data.token_files import quota, vocab_size
@@ -118,7 +119,7 @@ class Encoded(NamedTuple):
     """Pieces encoded at once, with the ids and the bytes of text of each. done: the share of the source read."""
 
     pieces: list[Piece]
-    ids: list[list[int]]
+    ids: list[NDArray[np.integer]]
     sizes: list[int]
     done: float
 
@@ -168,13 +169,14 @@ def encode(job: Job) -> Manifest:
 
 def encoded_batches(job: Job, position: Position) -> Generator[Encoded]:
     """Encode the source from a position on, some batches ahead of the one that is yielded."""
+    dtype = little_endian(dtype_of(job.vocab_size))
     with ThreadPoolExecutor(environment.cores()) as pool:
         waiting: deque[Future[Encoded]] = deque()
         batches = _batches(job, position)
         try:
             while True:
                 while len(waiting) < environment.cores() + AHEAD and (batch := next(batches, None)) is not None:
-                    waiting.append(pool.submit(_encode, job.tokenizer, *batch))
+                    waiting.append(pool.submit(_encode, job.tokenizer, *batch, dtype))
                 if not waiting:
                     return
                 yield waiting.popleft().result()
@@ -265,10 +267,12 @@ def _pieces(job: Job, start: Position) -> Iterator[tuple[Piece, int, Reader]]:
                     yield Piece(held_out, part, not end, after, before=before), files_read, reader
 
 
-def _encode(tokenizer: Tokenizer, batch: list[Piece], done: float) -> Encoded:
-    """Encode pieces; a bad one has no text."""
+def _encode(tokenizer: Tokenizer, batch: list[Piece], done: float, dtype: np.dtype[Any]) -> Encoded:
+    """Encode pieces. A bad one has no text; its ids, the end of text alone, are not written."""
     encoded = tokenizer.encode_batch([piece.text for piece in batch], [piece.before for piece in batch])
-    ids = [part + piece.last * [tokenizer.end_of_text] for piece, part in zip(batch, encoded, strict=True)]
+    ids = [
+        np.array(part + piece.last * [tokenizer.end_of_text], dtype) for piece, part in zip(batch, encoded, strict=True)
+    ]
     return Encoded(batch, ids, [len(piece.text.encode()) for piece in batch], done)
 
 
@@ -277,21 +281,23 @@ def _write(writers: dict[bool, SplitWriter], skipped: Counter[str], batch: Encod
 
     A quota does not count as full, however small it is, before a document has been held out.
     """
-    ids: dict[bool, list[int]] = {held: [] for held in writers}
-    documents, text_bytes, full = Counter[bool](), Counter[bool](), False
+    ids: dict[bool, list[NDArray[np.integer]]] = {held: [] for held in writers}
+    tokens, ended, text_bytes, full = Counter[bool](), Counter[bool](), Counter[bool](), False
     for piece, piece_ids, size in zip(batch.pieces, batch.ids, batch.sizes, strict=True):
         if piece.bad:
             skipped[piece.bad] += 1
             continue
-        ids[piece.held_out] += piece_ids
-        documents[piece.held_out] += piece.last
+        ids[piece.held_out].append(piece_ids)
+        tokens[piece.held_out] += len(piece_ids)
+        ended[piece.held_out] += piece.last
         text_bytes[piece.held_out] += size
-        tokens, held_out = writers[False].tokens + len(ids[False]), writers[True].documents + documents[True]
-        full = job.quota is not None and piece.last and held_out > 0 and tokens >= job.quota
+        reached = job.quota is not None and writers[False].tokens + tokens[False] >= job.quota
+        full = reached and piece.last and writers[True].documents + ended[True] > 0
         if full:
             break
-    for held, writer in writers.items():
-        writer.add(np.array(ids[held], np.int64), documents[held], text_bytes[held])
+    for held, parts in ids.items():
+        if parts:
+            writers[held].add(np.concatenate(parts), ended[held], text_bytes[held])
     return full
 
 

@@ -26,12 +26,12 @@ from depthlm.training.engine.fp32 import keep_fp32, take_fp32
 from depthlm.training.engine.optimizers import averaged_weights, copy_to_model, count_updates, split_matrices
 from depthlm.training.engine.partitions import load_repartitioned, nonfinite
 from depthlm.training.engine.reduction import Reducer, StepGuard, agree_on_bf16_norm
+from depthlm.training.engine.replace import replace_attributes
 from depthlm.training.engine.sharding import (
     configure_deepspeed,
     deepspeed_settings,
     half_dtype,
     prepare_sharding,
-    replaced,
     undo_sharding,
 )
 from depthlm.training.plan import Plan
@@ -151,9 +151,9 @@ class Engine:
 
         with (
             experts.as_dense(self.deepspeed),
-            # DeepSpeed would create folders, also on a full disk, and copy its recovery script into one
-            replaced(self.deepspeed.checkpoint_engine, save=collect, makedirs=lambda *_, **__: None),
-            replaced(self.deepspeed, _copy_recovery_script=lambda _: None),
+            # nothing is written: the disk may be full, and DeepSpeed would copy its recovery script into the folder
+            replace_attributes(self.deepspeed.checkpoint_engine, save=collect, makedirs=lambda *_, **__: None),
+            replace_attributes(self.deepspeed, _copy_recovery_script=lambda _: None),
         ):
             self.deepspeed.save_checkpoint(str(checkpoint), tag=STATE, save_latest=False)
         stage = self.deepspeed.zero_optimization_stage()
@@ -198,9 +198,11 @@ class Engine:
             stack.enter_context(experts.as_dense(self.deepspeed))
             if saved_experts is not None:
                 # DeepSpeed then loads only its own counters, and asks neither for a file of each rank nor for weights
-                stack.enter_context(replaced(self.deepspeed._config, load_universal_checkpoint=True))
+                stack.enter_context(replace_attributes(self.deepspeed._config, load_universal_checkpoint=True))
                 load_all = partial(load_repartitioned, checkpoint / STATE, self.zero, self.model, saved_experts)
-                stack.enter_context(replaced(self.deepspeed.optimizer, load_state_dict=lambda **_: load_all()))
+                stack.enter_context(
+                    replace_attributes(self.deepspeed.optimizer, load_state_dict=lambda **_: load_all())
+                )
             loaded, _ = self.deepspeed.load_checkpoint(str(checkpoint), tag=STATE, custom_load_fn=load)
         if loaded is None:
             raise CheckpointError(f"{checkpoint}: DeepSpeed found no state in it")

@@ -23,7 +23,8 @@ from depthlm.model import Decoder, initialize
 from depthlm.model.experts import Experts, Spread, spread_of
 from depthlm.model.parameters import OwnedParameter, owned_parameters, part_of
 from depthlm.runs.checkpoints import STATE, WEIGHTS
-from depthlm.training.engine.sharding import configure_deepspeed, replaced
+from depthlm.training.engine.replace import replace_attributes
+from depthlm.training.engine.sharding import configure_deepspeed
 
 
 def draw_spread(config: Config, model: Decoder, device: torch.device) -> None:
@@ -72,7 +73,7 @@ def reduction_group(weight: Tensor) -> Any:
 
 
 def spread_weights(model: nn.Module) -> dict[str, tuple[Tensor, Spread]]:
-    """Return the weights that are spread over ranks, by name, each with how it is."""
+    """Return the weights that are spread over ranks, by name, each with its `Spread`."""
     weights = ((name, weight, spread_of(weight)) for name, weight in model.named_parameters())
     return {name: (weight, spread) for name, weight, spread in weights if spread is not None}
 
@@ -83,15 +84,15 @@ def mark_experts(model: Decoder, optimizer: torch.optim.Optimizer) -> None:
         weight.allreduce = False  # type: ignore[attr-defined]
         weight.group_name = group_name(spread.ranks)  # type: ignore[attr-defined]
     for group in optimizer.param_groups:
-        if (of_group := spread_of(group["params"][0])) is not None:
-            group |= {"moe": True, "name": group_name(of_group.ranks)}
+        if (group_spread := spread_of(group["params"][0])) is not None:
+            group |= {"moe": True, "name": group_name(group_spread.ranks)}
 
 
 def detect_experts(model: Decoder) -> AbstractContextManager[None]:
     """Let DeepSpeed treat spread experts as its own, which it recognizes by their class, while it builds an engine."""
     from deepspeed.runtime import engine
 
-    return replaced(engine, MoE=Experts if spread_weights(model) else engine.MoE)
+    return replace_attributes(engine, MoE=Experts if spread_weights(model) else engine.MoE)
 
 
 def total_norm(parameters: list[nn.Parameter]) -> Tensor:
@@ -119,7 +120,7 @@ def name_parts(engine: Any, model: nn.Module) -> None:
 
 def as_dense(engine: Any) -> AbstractContextManager[None]:
     """Let DeepSpeed save and load a model as if it had no experts: it knows only the files of its own layers."""
-    return replaced(engine, has_moe_layers=False)
+    return replace_attributes(engine, has_moe_layers=False)
 
 
 def add_expert_states(

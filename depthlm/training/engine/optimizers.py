@@ -134,7 +134,7 @@ class Exchange:
         sizes = [sum(f.length for _, f in fragments) for fragments in self.outgoing]
         other_sizes = [sum(f.length for f in fragments) for fragments in self.incoming]
         flat = update.to(self.device)
-        # there may be none to send, and nothing cannot be concatenated
+        # torch.cat refuses an empty list, and there may be nothing to send
         sent = torch.cat([flat[:0], *(flat[f.offset : f.offset + f.length] for _, f in outgoing)])
         arrived = self._send(sent, sizes, other_sizes)
         parts = dict(zip(incoming, arrived.split([f.length for f in incoming]), strict=True))

@@ -19,7 +19,7 @@ from torch.optim import AdamW
 
 from depthlm.model.experts import spread_of
 from depthlm.training.engine.experts import reduction_group, total_norm
-from depthlm.training.engine.sharding import replaced
+from depthlm.training.engine.replace import replace_attributes
 
 # fused optimizers are slower on gradients that do not start at a multiple of 16 bytes
 ALIGNMENT = 16
@@ -84,7 +84,7 @@ class Reducer:
 
     def pause(self) -> AbstractContextManager[None]:
         """Return a context in which nothing is reduced. A later `finish` reduces all."""
-        return replaced(self, is_paused=True)
+        return replace_attributes(self, is_paused=True)
 
     def remove(self) -> None:
         """Remove the hooks on the parameters."""

@@ -2,8 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,21 +15,6 @@ from depthlm.model.parameters import OwnedParameter, fp32_parameters, shape_of
 from depthlm.training.plan import Plan
 
 PLAIN_LINEAR = torch.nn.functional.linear
-
-
-@contextmanager
-def replaced(target: Any, **attributes: Any) -> Iterator[None]:
-    """Give an object or a module other attributes while the block runs."""
-    before = {name: vars(target)[name] for name in attributes if name in vars(target)}
-    for name, value in attributes.items():
-        setattr(target, name, value)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            delattr(target, name)
-        for name, value in before.items():
-            setattr(target, name, value)
 
 
 def configure_deepspeed(config: Config) -> None:
