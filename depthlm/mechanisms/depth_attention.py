@@ -113,7 +113,9 @@ class DepthAttention(SelfAttention):
         return causal_attention(q, k, v, context), depth
 
     def mix(self, q_bhte: Tensor, keys: list[Tensor], entries: list[Tensor], alpha: Tensor | None) -> Tensor:
-        """Return the weighted sum of entries, keys or values; with start=identity, (1 - g) of this layer's plus g of that.
+        """Return the weighted sum of entries, keys or values.
+
+        With start=identity, return (1 - g) times the entry of this layer plus g times that sum.
 
         keys: those of the sources and of this layer. alpha: the weights that `edit` made; None: those of this layer.
         """
