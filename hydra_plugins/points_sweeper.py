@@ -49,7 +49,7 @@ class PointsSweeper(Sweeper):
             launched += new
             if any(point.best_over for point in points):
                 # the results call for further points
-                points = sweep_points(arguments, self.config_dir, earlier=points)
+                points = sweep_points(arguments, self.config_dir)
         failed = [
             point.directory
             for point, job in zip(launched, done, strict=True)

@@ -51,13 +51,11 @@ class Undecided(NamedTuple):
         return self.done < self.runs
 
 
-def with_choice(
-    points: Sequence[Point], experiment: Experiment, read: Read, earlier: Mapping[tuple[str, ...], Point]
-) -> list[Point]:
+def with_choice(points: Sequence[Point], experiment: Experiment, read: Read) -> list[Point]:
     """Return the points that choose, as far as they are known, then those that report a chosen value.
 
-    points: every value of the grids with every seed that reports. read: returns the record of a run directory. earlier:
-    points by their overrides, which are returned again. Groups with a single value have nothing to choose.
+    points: every value of the grids with every seed that reports. read: returns the record of a run directory.
+    Groups with a single value have nothing to choose.
 
     Raises ConfigError for mistakes in `experiment.best_over` and `experiment.selection_seeds`.
     """
@@ -68,7 +66,7 @@ def with_choice(
     if errors := _mistakes(list(groups.values()), experiment):
         raise ConfigError(errors)
     read = functools.cache(read)
-    chosen = [_of_group(members, experiment, read, earlier) for members in groups.values()]
+    chosen = [_of_group(members, experiment, read) for members in groups.values()]
     return [*itertools.chain(*(choosing for choosing, _ in chosen)), *itertools.chain(*(rest for _, rest in chosen))]
 
 
@@ -152,26 +150,18 @@ def report_parts(point: Point) -> dict[str, str]:
     return parts or {"model": point.mechanism}
 
 
-def _of_group(
-    members: Sequence[Point], experiment: Experiment, read: Read, earlier: Mapping[tuple[str, ...], Point]
-) -> tuple[list[Point], list[Point]]:
+def _of_group(members: Sequence[Point], experiment: Experiment, read: Read) -> tuple[list[Point], list[Point]]:
     """Return the points of a group that choose, and those that report the chosen value if it is known."""
-
-    def keep_earlier(point: Point) -> Point:
-        return earlier.get(tuple(point.overrides), point)
-
     grid: dict[Value, Point] = {}
     for point in members:
         grid.setdefault(value_of(point), point)
     if len(grid) < 2:
-        return [], [keep_earlier(replace(point, parts=report_parts(point))) for point in members]
+        return [], [replace(point, parts=report_parts(point)) for point in members]
     choosing: dict[Value, list[Point]] = {}
     initial, wider = len(grid), grid
     while wider:
         for value, point in wider.items():
-            choosing[value] = [
-                keep_earlier(_make_selecting(point, str(seed))) for seed in dict.fromkeys(experiment.selection_seeds)
-            ]
+            choosing[value] = [_make_selecting(point, str(seed)) for seed in dict.fromkeys(experiment.selection_seeds)]
         means = _means(choosing, experiment, read)
         best = min(sort_values(means), key=means.__getitem__, default=None)
         wider = _wider(grid, means, best) if means and len(grid) - initial < experiment.widen else {}
@@ -185,7 +175,7 @@ def _of_group(
         reported.get(seed) or _change_settings(grid[best], {} if seed is None else {"seed": seed})
         for seed in dict.fromkeys(point.seed for point in members)
     ]
-    return selection, [keep_earlier(replace(point, parts=report_parts(point))) for point in points]
+    return selection, [replace(point, parts=report_parts(point)) for point in points]
 
 
 def _means(choosing: Mapping[Value, Sequence[Point]], experiment: Experiment, read: Read) -> dict[Value, float]:

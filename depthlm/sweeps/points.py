@@ -34,7 +34,6 @@ def sweep_points(
     overrides: Sequence[str],
     config_dir: str | Path | None = None,
     read: Callable[[str], RunRecord] = read_run,
-    earlier: Sequence[Point] = (),
 ) -> list[Point]:
     """Return every point: the product of all `key=a,b` axes, times the points of the experiment.
 
@@ -42,7 +41,7 @@ def sweep_points(
     override replaces the value in all points, and the paper's numbers no longer apply.
 
     With `experiment.best_over`, these are the points that the runs so far call for (`depthlm.sweeps.best`). read:
-    returns the record of a run directory. earlier: points of a previous call, which keep what they have derived.
+    returns the record of a run directory.
 
     Raises ConfigError if the points of the experiment are invalid.
     """
@@ -64,7 +63,7 @@ def sweep_points(
         composed = compose_fields(texts, config_dir) if texts else None
         if composed is not None and composed.experiment.best_over:
             experiment = replace(composed.experiment, name=experiment_of(texts) or "")
-            members = with_choice(members, experiment, read, {tuple(point.overrides): point for point in earlier})
+            members = with_choice(members, experiment, read)
         known += members
     return known
 
