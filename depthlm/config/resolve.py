@@ -121,6 +121,12 @@ def compose_fields(overrides: Sequence[str], config_dir: str | Path | None) -> C
     return None
 
 
+def mistakes_in(overrides: Sequence[str], config_dir: str | Path | None) -> ConfigError:
+    """Return the error with all mistakes in overrides that do not compose."""
+    with hydra_at_conf():
+        return ConfigError(explain_overrides(overrides, config_dir, compose_raw))
+
+
 @functools.lru_cache(maxsize=1024)
 def _compose_from(overrides: tuple[str, ...], config_dir: str | Path | None, files: Files) -> dict[str, Any] | None:
     """Return the values that overrides compose, before those that follow from the tokenizer; None for invalid ones."""
@@ -210,9 +216,7 @@ def with_base_size(config: Config, given: Set[str], config_dir: str | Path | Non
         )
     composed = compose_fields([f"size={name}"], config_dir)
     if composed is None:
-        with hydra_at_conf():
-            errors = explain_overrides([f"size={name}"], config_dir, compose_raw)
-        raise ConfigError(errors)
+        raise mistakes_in([f"size={name}"], config_dir)
     base = replace(config, size=composed.size)
     base_size = replace_values(base, _widths(base)).size
     values: dict[str, Any] = {f"size.{key}": value_of(base_size, key) for key in ("init_std", "embedding_init_std")}

@@ -15,12 +15,11 @@ from hydra.errors import HydraException
 from depthlm.config.compose import compose
 from depthlm.config.experiment import Experiment
 from depthlm.config.from_run import read_sources
-from depthlm.config.hydra_context import compose_raw, hydra_at_conf
+from depthlm.config.hydra_context import hydra_at_conf
 from depthlm.config.keys import override_text
 from depthlm.config.names import by_name, experiment_of, importance, setting_texts
-from depthlm.config.resolve import compose_fields
+from depthlm.config.resolve import compose_fields, mistakes_in
 from depthlm.config.schema import Config
-from depthlm.config.validate.explain import explain_overrides
 from depthlm.errors import ConfigError, join_names, nearest
 from depthlm.runs.records import RunRecord, finite, read_run
 from depthlm.sweeps.best import with_choice
@@ -157,9 +156,7 @@ def _load_experiment(name: str, config_dir: str | Path | None) -> Config:
     is_shared = name.rpartition("/")[2].startswith("_")
     config = None if is_shared else compose_fields(overrides, config_dir)
     if config is None:
-        with hydra_at_conf():
-            errors = explain_overrides(overrides, config_dir, compose_raw)
-        raise ConfigError(errors)
+        raise mistakes_in(overrides, config_dir)
     return config
 
 
