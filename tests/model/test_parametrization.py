@@ -277,3 +277,10 @@ def test_the_rate_and_the_initial_values_are_those_of_the_base_size():
 def test_a_parametrization_without_known_factors_is_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
         depthlm.compose(overrides)
+
+
+def test_a_broken_file_of_a_base_size_is_reported(tmp_path):
+    (tmp_path / "size").mkdir()
+    (tmp_path / "size/mine.yaml").write_text("name: mine\nhidden_size: [1\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml, line 3, .*not valid YAML"):
+        depthlm.compose(["parametrization=mup", "parametrization.base_size=mine"], tmp_path)
