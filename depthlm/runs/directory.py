@@ -148,10 +148,10 @@ def _lock(file: TextIO, directory: Path) -> None:
             )
 
 
-def describe_run(config: Config, ranks: Ranks, steps: int) -> None:
+def describe_run(config: Config, ranks: Ranks, steps: int, done: int) -> None:
     """Write the configuration and environment to the run directory. Raises UserError if that fails.
 
-    steps: of the whole run.
+    steps: of the whole run. done: those after which it resumes; 0 if it starts.
     """
     run = RunDirectory.of(config.output_dir)
     try:
@@ -165,8 +165,11 @@ def describe_run(config: Config, ranks: Ranks, steps: int) -> None:
             # it starts from scratch
             run.saved.unlink(missing_ok=True)
         if (summary := read_summary(run.path)) is not None:
-            # the run is being extended: keep the summary of the shorter run
             os.replace(run.summary, run.earlier_summary(summary["steps"]))
+        # the summaries of a run that is being extended stay, those of steps that are trained again do not
+        for step in run.extended_at():
+            if step > done:
+                run.earlier_summary(step).unlink()
         run.failure.unlink(missing_ok=True)
         replace_text(run.config, signed_config_text(config))
         launched = {

@@ -102,7 +102,8 @@ def set_up(config: Config, ranks: Ranks, claim: Claim, stack: ExitStack) -> Trai
         # each rank reads the names of the tasks now, so that a later change of their files does not matter
         missing_results(config, {})
         on_rank_0(lambda: check_evaluation(config, setup.corpus.tokenizer, starting=start is None))
-    on_rank_0(lambda: describe_run(config, ranks, setup.plan.max_steps))
+    saved = None if start is None or start.forked else start.manifest.step
+    on_rank_0(lambda: describe_run(config, ranks, setup.plan.max_steps, saved or 0))
     check_shared(paths.path, ranks.rank, on_rank_0(lambda: mark_directory(claim)))
     if ranks.rank == 0:
         setup.corpus.tokenizer.save(paths.path)
@@ -116,7 +117,7 @@ def set_up(config: Config, ranks: Ranks, claim: Claim, stack: ExitStack) -> Trai
         "experts": config.deepspeed.experts,
         "config": dataclasses.asdict(config),
     }
-    saver = Saver(engine, paths.path, config.training, manifest)
+    saver = Saver(engine, paths.path, config.training, manifest, saved)
     return Trainer(setup, engine, cost, progress, saver, request, claim)
 
 

@@ -104,6 +104,7 @@ class Trainer:
             if not stopped and progress.step == self.plan.max_steps:
                 summary = self.complete()
         except ValidationStopped:
+            self.save(last=True)
             stopped = True
         except DivergedError:
             if self.saver.writing is not None:
@@ -291,16 +292,10 @@ class Trainer:
         self.saver.save(dataclasses.asdict(self.progress), last=last)
 
     def maybe_validate(self, due: Due) -> None:
-        """Validate if it is due. Raises ValidationStopped for a signal, after the state has been saved."""
-        if not due.validate:
-            return
-        self.activity.mark("validating", self.progress.step)
-        try:
+        """Validate if it is due. Raises ValidationStopped for a signal."""
+        if due.validate:
+            self.activity.mark("validating", self.progress.step)
             self.validate()
-        except ValidationStopped:
-            if not due.save or self.saver.writing is not None:
-                self.save(last=True)
-            raise
 
     def validate(self) -> None:
         """Add the validation losses and the mechanism's diagnostics to the newest row of metrics."""
@@ -313,7 +308,7 @@ class Trainer:
             log.info("%s", line)
 
     def maybe_evaluate(self) -> None:
-        """Evaluate the last step's checkpoint if it is due. Raises ValidationStopped for a signal, with it saved."""
+        """Evaluate the last step's checkpoint if it is due. Raises ValidationStopped for a signal."""
         step, row, every = self.progress.step, self.metrics.last, self.config.evaluation.every
         due = is_multiple(step, every) or (every is not None and step == self.plan.max_steps)
         if not due or row.get("step") != step:

@@ -19,8 +19,10 @@ import pytest
 from depthlm.config import compose
 from depthlm.distributed.signals import on_signals
 from depthlm.locations import REPOSITORY
+from depthlm.runs.checkpoints import read_manifest
 from depthlm.runs.records import read_metrics
 from depthlm.training import train, validation
+from depthlm.training.checkpoint.saving import Saver
 
 from ..forks import Forked, Forks
 
@@ -112,9 +114,14 @@ def test_a_run_whose_terminal_closes_is_saved(small_run, tmp_path, start):
     assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
 
 
-def test_a_signal_ends_a_validation_and_resuming_repeats_it(small_run, tmp_path, monkeypatch):
-    keys = ("training.max_steps=6", "training.validate_every=2", "training.checkpoint_every=10")
+@pytest.mark.parametrize("checkpoint", ["not due", "being written", "failed"])
+def test_a_signal_ends_a_validation_and_resuming_repeats_it(small_run, tmp_path, monkeypatch, checkpoint):
+    keys = ("training.max_steps=6", "training.validate_every=2", "training.async_checkpoint=true",
+            f"training.checkpoint_every={10 if checkpoint == 'not due' else 4}")  # fmt: skip
     assert train(compose(small_run(*keys, name="undisturbed"))) == 0
+    save = Saver.save
+    if checkpoint == "failed":
+        monkeypatch.setattr(Saver, "save", lambda self, progress, last: last and save(self, progress, last=last))
     read, validations = validation.validation_batches, 0
 
     def interrupted(*arguments: Any, **keywords: Any) -> Iterator[Any]:
@@ -132,7 +139,9 @@ def test_a_signal_ends_a_validation_and_resuming_repeats_it(small_run, tmp_path,
     *_, last = read_metrics(tmp_path / "run/metrics.jsonl")
     assert last["step"] == 4
     assert not [name for name in last if name.startswith("validation/")]
-    assert (tmp_path / "run/checkpoints/step-00000004/manifest.json").exists()
+    # a checkpoint that is replaced would be missing for a moment
+    assert (tmp_path / "run/train.log").read_text().count("saved checkpoints/step-00000004") == 1
+    assert read_manifest(tmp_path / "run/checkpoints/step-00000004").step == 4
     assert train(compose(small_run(*keys))) == 0
 
     def results(name: str) -> list[dict[str, Any]]:

@@ -65,9 +65,10 @@ def find_resume_point(config: Config, plan: Plan, corpus: str) -> ResumePoint | 
                 "or give another output_dir="
             )
         log.info("forked with other tokens than those of %s", path)
-    if manifest.step > plan.max_steps:
+    # a fork at its last step would be complete without an update of its own
+    if manifest.step > plan.max_steps or (newest is None and manifest.step == plan.max_steps):
         raise UserError(
-            f"{path} has done {manifest.step} steps, more than the {plan.max_steps} of this run; increase "
+            f"{path} has done {manifest.step} steps, and this run has {plan.max_steps} in all; increase "
             "training.max_steps"
         )
     repartition = needs_repartition(path, manifest, config, plan)

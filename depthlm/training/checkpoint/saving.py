@@ -50,11 +50,14 @@ class PendingCheckpoint:
 class Saver:
     """Writes the checkpoints of a run. All methods except `due` and `busy` are collective: every rank calls them.
 
-    about: entries of every manifest besides the progress of the run. seconds: how long saving has blocked training.
+    about: entries of every manifest besides the progress of the run. saved: the step of the run's newest checkpoint, if
+    it has one. seconds: how long saving has blocked training.
     """
 
-    def __init__(self, engine: Engine, directory: Path, training: Training, about: dict[str, Any]) -> None:
-        self.engine, self.training, self.about = engine, training, about
+    def __init__(
+        self, engine: Engine, directory: Path, training: Training, about: dict[str, Any], saved: int | None = None
+    ) -> None:
+        self.engine, self.training, self.about, self.saved = engine, training, about, saved
         self.run = RunDirectory(directory)
         self.is_rank_0 = torch.distributed.get_rank() == 0
         self.pool = ThreadPoolExecutor(2, thread_name_prefix="checkpoint")
@@ -72,13 +75,15 @@ class Saver:
         return self.writing is not None and not all(file.done() for file in self.writing.files.values())
 
     def save(self, progress: dict[str, Any], *, last: bool) -> None:
-        """Write `checkpoints/step-<progress["step"]>`. On failure the reason is logged and training continues.
+        """Write `checkpoints/step-<progress["step"]>` unless it is written already; a failure is logged.
 
         With training.async_checkpoint it is written from a copy in memory while training continues, and `finish`
         completes it. last: the last checkpoint of the process is written synchronously; NotSavedError if it fails.
         """
         if self.writing is not None:
             self.finish()
+        if self.saved == progress["step"]:
+            return
         started = self.saved_at = time.monotonic()
         asynchronous = self.training.async_checkpoint and not last
         failure = self._start(progress, copy=asynchronous)
@@ -108,6 +113,7 @@ class Saver:
         all_digests = {name: value for part, _ in parts for name, value in part.items()}
         failure = failure or self._on_rank_0(lambda: self._publish(writing, all_digests))
         if failure is None:
+            self.saved = writing.manifest["step"]
             log.info("saved %s", writing.final.relative_to(self.run.path))
         else:
             self._report_failure(writing.staging, failure)

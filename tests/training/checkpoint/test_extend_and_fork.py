@@ -57,7 +57,7 @@ def test_a_complete_run_is_extended_on_request(train_run, small_run, capsys):
     assert curve(run) == curve(train_run(*longer, name="straight"))
     assert [read_json(run / name)["steps"] for name in ("summary.json", "summary-step-00000002.json")] == [4, 2]
     for other, words in (
-        ("training.max_steps=3", "has done 4 steps, more than the 3 of this run"), ("optimizer.lr=1", r"optimizer\.lr"),
+        ("training.max_steps=3", "has done 4 steps, and this run has 3 in all"), ("optimizer.lr=1", r"optimizer\.lr"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=words):
             train(depthlm.compose(small_run(*longer, other, "resume=extend")))
@@ -80,9 +80,10 @@ def test_a_fork_continues_from_the_state_with_other_settings(train_run, small_ru
     # neither the fork itself nor a tracker that the run did not have is a difference
     assert not re.search("fork_from|wandb|tracker", log)
     assert {file: file.read_bytes() for file in before} == before
-    with pytest.raises(UserError, match="has done 8 steps, more than the 6"):
-        train(depthlm.compose(small_run(f"fork_from={source}", "training.max_steps=6", name="shorter")))
-    assert not (tmp_path / "shorter").exists()
+    for steps in (6, 8):
+        with pytest.raises(UserError, match=f"has done 8 steps, and this run has {steps} in all"):
+            train(depthlm.compose(small_run(f"fork_from={source}", f"training.max_steps={steps}", name="no-longer")))
+    assert not (tmp_path / "no-longer").exists()
 
 
 def test_a_fork_that_cannot_use_the_state_or_has_no_valid_checkpoint_is_refused_before_the_model_is_built(
@@ -129,6 +130,8 @@ def test_a_complete_run_without_its_checkpoints_warns_and_retrains_on_request(tr
     assert train(again) == 0
     depthlm.load(run)
     assert read_json(run / "summary.json")["validation_loss"] == before
+    # it was not extended
+    assert not list(run.glob("summary-*"))
     # a second start has nothing to train
     capfd.readouterr()
     assert train(again) == 0
