@@ -65,7 +65,7 @@ def progress_of(run: RunRecord) -> RunProgress:
         speed, remaining = finite(run.summary.get("tokens_per_second")), 0.0
         trained = finite(run.summary.get("wall_seconds")) or trained
     elif speed and step and type(steps) is int:
-        tokens_per_step = sum(row.tokens for row in rows) / rows[-1].step
+        tokens_per_step = sum(row.tokens for row in rows) / sum(row.steps for row in rows)
         remaining = (steps - step) * tokens_per_step / speed
     gpus = devices if environment.get("device_type") == "cuda" and type(devices) is int else None
     return RunProgress(
@@ -114,23 +114,24 @@ def hours_text(hours: float | None) -> str:
 
 
 class _TimedRow(NamedTuple):
-    """The step of a row of metrics, and the tokens and the training time since the row before it."""
+    """The steps, the tokens and the training time between a row of metrics and the row before it."""
 
-    step: int
+    steps: int
     tokens: float
     seconds: float
 
 
 def _timed_rows(run: RunRecord) -> list[_TimedRow]:
     rows: list[_TimedRow] = []
-    before = 0.0
+    step, before = 0, 0.0
     for row in run.rows:
         tokens, speed = finite(row.get("tokens")), finite(row.get("tokens_per_second"))
         updates = row.get("interval_updates")
         if not rows and type(updates) is int and tokens and 0 < updates < row["step"]:
             # a fork has no rows of the steps before it
-            before = tokens * (1 - updates / row["step"])
-        if row["step"] and tokens and speed and tokens > before and speed > 0:
-            rows.append(_TimedRow(row["step"], tokens - before, (tokens - before) / speed))
-            before = tokens
+            step = row["step"] - updates
+            before = tokens * step / row["step"]
+        if row["step"] > step and tokens and speed and tokens > before and speed > 0:
+            rows.append(_TimedRow(row["step"] - step, tokens - before, (tokens - before) / speed))
+            step, before = row["step"], tokens
     return rows

@@ -27,6 +27,16 @@ def test_hours_are_those_of_all_gpus_and_the_rest_is_estimated_from_the_newest_r
     assert progress.remaining_gpu_hours == pytest.approx(8 * 280 / 3600)
 
 
+def test_the_rest_of_a_fork_is_estimated_from_its_own_steps(tmp_path):
+    run = write_run(tmp_path, "run", environment_json=ON_GPUS)
+    rows = [
+        {"step": step, "tokens": 100 * step, "loss": 3.0, "interval_updates": 10, "tokens_per_second": 100.0}
+        for step in range(310, 360, 10)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert progress_of(read_run(run)).remaining_seconds == pytest.approx(50)
+
+
 def test_a_cpu_has_no_gpu_hours_missing_files_no_numbers_and_a_complete_run_those_of_its_summary(tmp_path):
     on_cpu = write_run(tmp_path, "cpu", rows=2, environment_json=ON_GPUS.replace("cuda", "cpu"))
     assert progress_of(read_run(on_cpu)).texts() | {"left": ""} == {
