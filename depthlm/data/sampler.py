@@ -229,8 +229,7 @@ def validation_batches(
     """
     total = min(len(tokens), max_tokens or len(tokens))
     if total < 2:
-        remedy = "Give more text, or raise training.validation_tokens."
-        raise DataError(f"{total} validation tokens leave nothing to predict", tokens.folder, remedy)
+        raise DataError(f"{total} validation tokens leave nothing to predict", tokens.folder, "Give more text.")
     if documents is None:
         begins = np.arange(0, total - 1, sequence_length)
         ends, widths = np.minimum(begins + sequence_length, total - 1), np.full_like(begins, sequence_length)

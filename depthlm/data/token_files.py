@@ -154,9 +154,7 @@ def open_corpus(data: Data) -> Corpus:
             raise DataError("tokenizer.json is not the one the tokens were made with", folder, remedy)
         tokenizers[tokenizer.fingerprint, tokenizer.end_of_text] = tokenizer
         if len(tokenizers) > 1:
-            what = "token files made with another tokenizer or end of text than those of the first source"
-            remedy = "Prepare all sources and validation sets with one data.tokenizer and one data.end_of_text."
-            raise DataError(what, folder, remedy)
+            raise _other_tokenizer(folder, "those of the first source")
         if name in sources:
             limit = quota(name, data)
             tokens = manifest.train.tokens if limit is None else min(limit, manifest.train.tokens)
@@ -167,6 +165,19 @@ def open_corpus(data: Data) -> Corpus:
         validation[name] = TokenFiles(folder, held_out.files, manifest.dtype, vocab_size=manifest.vocab_size)
     weights = {name: source.weight or 1.0 for name, source in sources.items()}
     return Corpus(data.name, folders, manifests, tokenizers.popitem()[1], train, weights, validation)
+
+
+def check_tokenizer(tokenizer: Tokenizer, data: Data) -> None:
+    """Raise DataError if a source has token files already, made with another tokenizer than those to be prepared."""
+    for folder in token_folders(data).values():
+        if Manifest.exists(folder) and Manifest.read(folder).tokenizer != tokenizer.fingerprint:
+            raise _other_tokenizer(folder, "those that are prepared now")
+
+
+def _other_tokenizer(folder: Path, others: str) -> DataError:
+    what = f"token files made with another tokenizer or end of text than {others}"
+    remedy = "Prepare all sources and validation sets with one data.tokenizer and one data.end_of_text."
+    return DataError(what, folder, remedy)
 
 
 def settings(name: str, source: Source, data: Data) -> dict[str, Any]:
@@ -267,10 +278,12 @@ def _text(name: str, source: Source) -> dict[str, Any]:
     if is_remote(source):
         keys = ("hub", "subset", "revision", "split", "validation_split", "text_field")
         return {key: getattr(source, key) for key in keys}
+    patterns = {"files": source.files, "validation_files": source.validation_files}
     if source.source is None:
-        return {"corpus": name, "python": platform.python_version()}
+        given = {key: pattern for key, pattern in patterns.items() if pattern is not None}
+        return {"corpus": name, "python": platform.python_version()} | given
     # independent of whether the text still exists: its tokens outlive it
-    text = {name: getattr(source, name) for name in ("text_field", "files", "validation_files")}
+    text = {"text_field": source.text_field} | patterns
     root = str(Path(source.source).resolve())
     return text | {"source": root, "piece": [PIECE, PIECES], "suffixes": sorted(source.suffixes or ())}
 
@@ -294,7 +307,7 @@ def _tokenizer(data: Data) -> dict[str, Any]:
     if data.sources or data.validation:
         # the tokenizer is trained on the text of every source, and shared by the additional validation sets
         texts = [_text(source_name, source) for source_name, source in train_sources(data).items()]
-        result["trained_on"] = [*texts, data.validation_fraction]
+        result["trained_on"] = [*texts, data.validation_fraction, *(["name"] if data.held_out_by == "name" else [])]
     return result
 
 

@@ -26,7 +26,7 @@ from depthlm.data.manifest import Manifest, check_sizes, dtype_of, little_endian
 from depthlm.data.preparation import progress as progress_file
 from depthlm.data.preparation.encode import Job, encode, held_out_fraction, identity, reading
 from depthlm.data.settings import Data, Source
-from depthlm.data.token_files import check_settings, quota, settings, token_folder, vocab_size
+from depthlm.data.token_files import check_settings, check_tokenizer, quota, settings, token_folder, vocab_size
 from depthlm.data.tokenizers import (
     TOKENIZER_CONFIG,
     Tokenizer,
@@ -220,6 +220,7 @@ class _Preparation:
                 # so that the manifest shows the change too
                 files = dataclasses.replace(files, times=earlier.get("times") or "")
         tokenizer = Tokenizer.load(partial)
+        check_tokenizer(tokenizer, self.data)
         return Job(self.name, source, self.data, files, self.settings, tokenizer, partial, console)
 
     def check_existing(self) -> None:
@@ -338,7 +339,7 @@ def estimate(name: str, source: Source, data: Data) -> Estimate | None:
         return None
     tokens = known_tokens or text_bytes / (1.0 if data.tokenizer == "bytes" else BYTES_PER_TOKEN)
     limit = None if name in data.validation else quota(name, data)
-    share = min(1.0, limit / tokens) if limit is not None else 1.0
+    share = min(1.0, limit / max(tokens, 1)) if limit is not None else 1.0
     token_bytes = share * tokens * little_endian(dtype_of(vocab_size(data))).itemsize
     seconds = share * text_bytes / (BYTES_PER_CORE_SECOND * environment.cores())
     return Estimate(share * tokens, token_bytes, share * text_bytes, share * download, seconds)

@@ -160,7 +160,7 @@ class ProgressFile:
         record = read(self.file.parent)
         if record is None or any(record[name] != value for name, value in self.key.items()):
             return None
-        for writer in writers.values() if record["writers"] else ():
+        for writer in writers.values():
             writer.restore(record["writers"][writer.stem])
         skipped.update(record["left_out"])
         return Position(*record["position"])

@@ -43,6 +43,12 @@ def test_training_refuses_a_large_or_unknown_corpus_and_prints_the_command_that_
         )
 
 
+def test_empty_text_takes_nothing(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    data = Data(name="local", source="empty.txt", max_tokens=100)
+    assert estimate(data.name, data, data) == (0, 0, 0, 0, 0)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -37,6 +37,22 @@ def test_only_settings_that_change_the_bytes_change_the_folder(local, tmp_path):
     for same in irrelevant:
         assert token_folders(local(**same)) == token_folders(local())
     assert token_folders(local(tokenizer="bytes", vocab_size=999)) == token_folders(local(tokenizer="bytes"))
+    of_python = [{}, {"files": "json/*"}, {"validation_files": "json/*"}, {"validation_files": "email/*"}]
+    assert len({token_folders(Data(name="stdlib", **change))["stdlib"] for change in of_python}) == len(of_python)
+
+
+def test_the_folder_of_a_validation_set_depends_on_the_documents_that_train_the_tokenizer(local):
+    validation = {"further": Source(source=local().source)}
+    shared = [token_folders(local(validation=validation, held_out_by=by))["further"] for by in ("content", "name")]
+    assert len({*shared}) == 2
+
+
+def test_token_files_of_another_tokenizer_are_an_error_before_anything_is_encoded(local):
+    books = prepare(local(tokenizer="bytes"))["local"]
+    mixture = {"books": Source(path=str(books)), "web": Source(source=local().source)}
+    with pytest.raises(DataError, match=rf"another tokenizer .* prepared now: .*{books.name}"):
+        prepare(Data(name="mixture", sources=mixture, tokenizer=f"{prepare(local())['local']}/tokenizer.json"))
+    assert not list(Path("data/tokens").glob("web-*.partial/*.bin"))
 
 
 def test_token_files_at_a_path_are_used_as_they_are(local):
