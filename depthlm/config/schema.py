@@ -137,7 +137,7 @@ class Training:
     validate_every: int | None = key(
         100, "steps between validations; null: only at the end", minimum=1, on_resume="free"
     )
-    validation_tokens: Count | None = key(None, "maximum number of tokens of each validation set; null: all", minimum=1)
+    validation_tokens: Count | None = key(None, "maximum number of tokens of each validation set; null: all", minimum=2)
     validation_document_tokens: int | None = key(
         None,
         "measure validation losses with one document per row, without context from the document before it; a document "

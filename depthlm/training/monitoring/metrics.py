@@ -243,14 +243,12 @@ class RoutingMeter:
         if applied:
             balance(self.mixtures, self._sums[:, :-3])
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float | None]:
         """Return the means over the layers, and the largest load of an expert, as a multiple of the mean load."""
         load_le, means = self._sums[:, :-3], self._sums[:, -3:].mean(0).tolist()
         largest = (load_le / load_le.mean(1, keepdim=True)).max().item()
-        return {
-            "router/largest_load": largest,
-            **dict(zip(("router/balance_loss", "router/z", "router/entropy"), means, strict=True)),
-        }
+        names = ("router/largest_load", "router/balance_loss", "router/z", "router/entropy")
+        return {name: finite(value) for name, value in zip(names, (largest, *means), strict=True)}
 
     def write(self, step: int) -> None:
         """Write the share of each expert in the load, the entropy and the biases, layer by layer."""
@@ -258,9 +256,9 @@ class RoutingMeter:
         biases = [mixture.router.bias_e for mixture in self.mixtures]
         row = {
             "step": step,
-            "load": (load_le / load_le.sum(1, keepdim=True)).tolist(),
-            "entropy": self._sums[:, -1].tolist(),
-            "bias": [bias_e.tolist() for bias_e in biases if bias_e is not None],
+            "load": [[*map(finite, load_e)] for load_e in (load_le / load_le.sum(1, keepdim=True)).tolist()],
+            "entropy": [*map(finite, self._sums[:, -1].tolist())],
+            "bias": [[*map(finite, bias_e.tolist())] for bias_e in biases if bias_e is not None],
         }
         self.file.write(row)
 
