@@ -3,7 +3,7 @@
 import importlib.util
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from depthlm.errors import UserError
 from depthlm.fields import key
 from depthlm.locations import install_command
 from depthlm.runs.records import read_run
+from depthlm.sweeps import sweep_points
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ class OptunaSweeper(Sweeper):
             raise UserError(f"{' '.join(last.values())}: {error}") from None
         if not axes:
             raise UserError("nothing to tune; add an interval, as in 'optimizer.lr=tag(log,interval(3e-4,3e-2))'")
-        fixed = [str(override.input_line) for override in parsed if not override.is_sweep_override()]
+        shared = [str(override.input_line) for override in parsed if not override.is_sweep_override()]
+        fixed = self._find_point(shared, axes)
         for name, axis in axes.items():
             values = list(axis.choices) if hasattr(axis, "choices") else [axis.low, axis.high]
             configs = [compose_unchecked([*fixed, f"{name}={value}"], self.config_dir) for value in values]
@@ -128,6 +130,16 @@ class OptunaSweeper(Sweeper):
                     f"as in name='trial-${{{name}}}'"
                 )
         return fixed, axes
+
+    def _find_point(self, shared: Sequence[str], axes: Collection[str]) -> list[str]:
+        """Return the overrides of the one point that is tuned, without the settings that are. Raises UserError."""
+        points = sweep_points(shared, self.config_dir)
+        others = ([text for text in point.overrides if not by_name([text]).keys() & axes] for point in points)
+        alike = {tuple(texts): texts for texts in others}
+        if len(alike) == 1:
+            return next(iter(alike.values()))
+        example = " ".join(text for text in next(iter(alike), ()) if text not in shared)
+        raise UserError(f"{len(alike)} points; tune one, as in {example}")
 
     def _open_study(self, options: Options, default_name: str) -> Any:
         """Create a study, or open the one of the same name in the storage. Raises UserError."""

@@ -53,6 +53,14 @@ def test_the_same_command_adds_trials_and_keeps_the_best(capsys):
     assert f"8 trials; the best loss is {distance(best):.4f} with optimizer.lr={best}" in capsys.readouterr().out
 
 
+def test_the_point_of_an_experiment_is_tuned_and_only_one(capsys):
+    launcher, given = Launcher(distance), ["experiment=depthlm/scaling", "size=nano_60k", "seed=1"]
+    assert sweep(launcher, *given, "model=mhc", n_trials=1) == 0
+    assert launcher.launched[0][0].items() >= {"training.max_steps": "184", "size": "nano_60k", "model": "mhc"}.items()
+    assert sweep(launcher, *given) == 2
+    assert "9 points; tune one, as in training.max_steps=184 model=vanilla" in capsys.readouterr().err
+
+
 def test_a_trial_that_was_interrupted_comes_first():
     killed, again = Launcher(distance, limit=2), Launcher(distance)
     with pytest.raises(KeyboardInterrupt):
