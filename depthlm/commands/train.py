@@ -20,9 +20,10 @@ from depthlm.commands.help import print_help
 from depthlm.config import Config, changes, read_sources
 from depthlm.config.compose import compose
 from depthlm.config.hydra_context import config_dir_of, flags_parser, open_names
-from depthlm.config.names import by_name, experiment_of
+from depthlm.config.names import by_name, experiment_of, normal_value
 from depthlm.config.resolve import LENGTHS
 from depthlm.config.saved import config_text
+from depthlm.counts import format_count
 from depthlm.distributed.launchers import is_rank_0, ranks
 from depthlm.errors import ConfigError, UserError
 from depthlm.locations import CONF
@@ -220,12 +221,17 @@ def _print_once(message: str) -> None:
 
 
 def _experiment_errors(line: CommandLine) -> list[str]:
-    """Return an error for an experiment of several points without -m, unless the overrides select a point."""
+    """Return an error for an experiment without -m, unless the overrides are those of one of its points."""
     name = experiment_of(line.overrides)
     if name is None:
         return []
+
+    def values(overrides: Sequence[str]) -> dict[str, str]:
+        return {key: normal_value(key, text) for key, text in by_name(overrides).items()}
+
     points = sweep_points(line.overrides, line.config_dir)
-    if len(points) <= 1 or any(by_name(point.overrides) == by_name(line.overrides) for point in points):
+    if not points or any(values(point.overrides) == values(line.overrides) for point in points):
         return []
     example = " ".join(text for text in points[0].overrides if text not in line.overrides)
-    return [f"experiment={name}: {len(points)} points; add -m to train each, or choose one, as in {example}"]
+    count = format_count(len(points), "point")
+    return [f"experiment={name}: {count}; add -m to train each, or choose one, as in {example}"]

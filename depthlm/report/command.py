@@ -36,7 +36,7 @@ def report(arguments: Sequence[str], config_dir: str | Path | None = None) -> Pa
     options = dict(text.split("=", 1) for text in arguments if text.startswith(OPTIONS))
     overrides = [text for text in arguments if not text.startswith(OPTIONS)]
     to, baseline = options.get("to"), options.get("baseline")
-    folders = [text for text in overrides if "=" not in text]
+    folders = [text for text in overrides if "=" not in text and not text.startswith("~")]
     if folders:
         settings = [text for text in overrides if "=" in text]
         if settings:
@@ -63,8 +63,8 @@ def _report_sweep(
     else:
         path, tables = _write(folder, lambda: sweep_report(sweep, folder))
     waiting = [f"{undecided_text(sweep.undecided)}."] if sweep.undecided else []
-    _show(tables, [*warnings(sweep), f"{state_line(sweep.runs)}.", *waiting, *_places(path)])
-    if all(run.state == WAITING for run in sweep.runs):
+    _show(tables, [*warnings(sweep), f"{state_line(sweep.every_run)}.", *waiting, *_places(path)])
+    if all(run.state == WAITING for run in sweep.every_run):
         flags = [] if config_dir is None else [f"--config-dir={config_dir}"]
         print(f"No run has begun. To train them: {command('train.py', 'train')} -m {shlex.join([*overrides, *flags])}")
     return path

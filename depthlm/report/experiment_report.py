@@ -112,7 +112,7 @@ def _head(sweep: Sweep) -> list[str]:
     source = f"Source: {plain(experiment.source)}. " if experiment.source else ""
     parts = [f"# {plain(experiment.title or experiment.name)}", f"{source}Experiment: `{experiment.name}`."]
     parts += [f"**{warning}**" for warning in warnings(sweep)]
-    parts += [f"## State\n\n{state_line(sweep.runs)}.", *choice_state(sweep), *result_notes(sweep)]
+    parts += [f"## State\n\n{state_line(sweep.every_run)}.", *choice_state(sweep), *result_notes(sweep)]
     parts += protocol_parts(sweep)
     # a budget without the paper's data has replaced most of what is assumed about the protocol
     assumed = [] if any(config.budget.offline for config in sweep.configs) else experiment.assumed

@@ -184,7 +184,7 @@ def curves(sweep: Sweep, views: Mapping[str, Column] = VIEWS) -> list[Curve]:
 
 def baseline_of(sweep: Sweep, fitted: Sequence[Curve]) -> Curve | None:
     """Return the baseline's curve, or None where the sweep has none."""
-    return next((curve for curve in fitted if curve.series == sweep.experiment.baseline), None)
+    return next((curve for curve in fitted if sweep.is_baseline_series(curve.series)), None)
 
 
 def savings(sweep: Sweep, fitted: Sequence[Curve]) -> list[Saving]:

@@ -78,6 +78,11 @@ class Sweep:
         return [run for row in self.rows for run in row.runs]
 
     @property
+    def every_run(self) -> list[RunRecord]:
+        """The runs that choose, and those of all rows."""
+        return [run for row in (*self.selection, *self.rows) for run in row.runs]
+
+    @property
     def undecided(self) -> list[Undecided]:
         """The groups that have not chosen a value."""
         chosen = ((point, run) for row in self.selection for point, run in zip(row.points, row.runs, strict=True))
@@ -140,9 +145,12 @@ class Sweep:
 
     def is_baseline(self, row: Row) -> bool:
         """Return whether the others are compared with a row: the experiment names its series, or its label."""
-        baseline = self.experiment.baseline
-        series = self.experiment.series
-        return row.label == baseline or normal_value(series, self.series_of(row)) == normal_value(series, baseline)
+        return row.label == self.experiment.baseline or self.is_baseline_series(self.series_of(row))
+
+    def is_baseline_series(self, key: str) -> bool:
+        """Return whether the experiment names a series, by this value, as the baseline."""
+        series, baseline = self.experiment.series, self.experiment.baseline
+        return normal_value(series, key) == normal_value(series, baseline)
 
     def task_of(self, row: Row) -> dict[str, str]:
         """Return the task at which a row is compared: its name, or the settings that define it."""
@@ -297,8 +305,9 @@ def read_sweep(
     name = experiment_of(overrides)
     if name is not None and "," in name:
         raise ConfigError([f"experiment={name}: a report covers one experiment, like depth_attention/mixing_rule"])
-    experiment = Experiment() if name is None else load_experiment(name, config_dir)
     every_point = sweep_points(overrides, config_dir, read)
+    texts = every_point[0].overrides if every_point else overrides
+    experiment = Experiment() if name is None else load_experiment(name, config_dir, texts)
     choosing, points = ([point for point in every_point if point.selects is selects] for selects in (True, False))
     rows = gather(points, read)
     columns, configs = experiment.columns or LOSS, [row.points[0].config_elsewhere() for row in rows]
@@ -320,7 +329,8 @@ def with_derived(sweep: Sweep) -> Sweep:
     rows = []
     for row in sweep.rows:
         reference, runs = sweep.reference_of(row), []
-        times = [None] * len(row.runs) if reference is None else times_to_baseline(row, reference)
+        is_known = reference is not None and sweep.is_baseline(reference)
+        times = times_to_baseline(row, reference) if reference and is_known else [None] * len(row.runs)
         for run, time in zip(row.runs, times, strict=True):
             known = [value for metric in sets if (value := run.number(metric)) is not None]
             average = fmean(known) if known and len(known) == len(sets) else None

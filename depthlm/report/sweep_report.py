@@ -32,7 +32,7 @@ def sweep_report(
     settings: tables of the settings that differ. notes: sentences in Markdown. Raises OSError.
     """
     results = results_table(sweep)
-    parts = ["# Runs", *(f"**{warning}**" for warning in warnings(sweep)), f"{state_line(sweep.runs)}."]
+    parts = ["# Runs", *(f"**{warning}**" for warning in warnings(sweep)), f"{state_line(sweep.every_run)}."]
     parts += [
         *choice_state(sweep),
         *result_notes(sweep),
@@ -45,7 +45,7 @@ def sweep_report(
     path, every_run = folder / "loss_curves.png", runs_table(sweep)
     parts += [picture("Loss curves", path, draw_loss_curves(sweep, path)), markdown(every_run), *protocol_parts(sweep)]
     # of incomplete runs, the terminal shows how far they are
-    is_complete = all(run.state == COMPLETE for run in sweep.runs)
+    is_complete = all(run.state == COMPLETE for run in sweep.every_run)
     tables = [results, *choice_tables(sweep), *settings, *([] if is_complete else [every_run])]
     return "\n\n".join(parts) + "\n", tables
 

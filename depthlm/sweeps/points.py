@@ -18,7 +18,7 @@ from depthlm.config.from_run import read_sources
 from depthlm.config.hydra_context import hydra_at_conf
 from depthlm.config.keys import override_text
 from depthlm.config.names import by_name, experiment_of, importance, setting_texts
-from depthlm.config.resolve import compose_fields, mistakes_in
+from depthlm.config.resolve import alternatives, compose_fields, mistakes_in
 from depthlm.config.schema import Config
 from depthlm.errors import ConfigError, join_names, nearest
 from depthlm.runs.records import RunRecord, finite, read_run
@@ -37,7 +37,7 @@ def sweep_points(
     """Return every point: the product of all `key=a,b` axes, times the points of the experiment.
 
     An override of a setting of the experiment's points selects the points with that value. If no point has it, the
-    override replaces the value in all points, and the paper's numbers no longer apply.
+    override replaces the value in the points that the others select, and the paper's numbers no longer apply.
 
     With `experiment.best_over`, these are the points that the runs so far call for (`depthlm.sweeps.best`). read:
     returns the record of a run directory.
@@ -145,15 +145,18 @@ def _no_points(overrides: Sequence[str]) -> str:
     return f"{', '.join(empty)}: gives no value, so the sweep has no points; glob() selects options of a group"
 
 
-def load_experiment(name: str, config_dir: str | Path | None = None) -> Experiment:
-    """Return the experiment of this name. Raises ConfigError if it does not exist or its file is invalid."""
-    return replace(_load_experiment(name, config_dir).experiment, name=name)
+def load_experiment(name: str, config_dir: str | Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
+    """Return the experiment of this name, with its keys that overrides set (`experiment.baseline=mhc`).
+
+    Raises ConfigError if it does not exist or its file is invalid.
+    """
+    own = [text for text in _experiment_overrides(overrides) if experiment_of([text]) is None]
+    return replace(_load_experiment([f"experiment={name}", *own], config_dir).experiment, name=name)
 
 
-def _load_experiment(name: str, config_dir: str | Path | None) -> Config:
-    overrides = [f"experiment={name}"]
+def _load_experiment(overrides: Sequence[str], config_dir: str | Path | None) -> Config:
     # a protocol that several experiments share is not one itself
-    is_shared = name.rpartition("/")[2].startswith("_")
+    is_shared = (experiment_of(overrides) or "").rpartition("/")[2].startswith("_")
     config = None if is_shared else compose_fields(overrides, config_dir)
     if config is None:
         raise mistakes_in(overrides, config_dir)
@@ -201,24 +204,28 @@ def _check_sorted(text: str, values: Sequence[str]) -> None:
 
 def _experiment_points(overrides: list[str], name: str, config_dir: str | Path | None) -> list[Point]:
     try:
-        config = _load_experiment(name, config_dir)
+        config = _load_experiment([f"experiment={name}"], config_dir)
     except ConfigError:
         # composing the point itself reports all of its mistakes
         return []
     lines = [replace(line, default_seed=str(config.seed)) for line in expand(replace(config.experiment, name=name))]
     given = by_name(overrides)
     defined = given.keys() & {key for line in lines for key in line.settings}
-    selected = [line for line in lines if all(_has(line, key, given[key]) for key in defined)]
+    selecting = {key for key in defined if any(_has(line, key, given[key]) for line in lines)}
+    selected = [line for line in lines if all(_has(line, key, given[key]) for key in selecting)]
+    if not selected:
+        selecting, selected = set(), lines
     points: list[Point] = []
     earlier: dict[tuple[str, str | None], Point] = {}
     for line in lines:
-        point = _combine(line, overrides, defined if selected else set(), earlier, config_dir)
+        point = _combine(line, overrides, selecting, earlier, config_dir)
         earlier[line.label, point.seed] = point
-        if not selected:
+        if line not in selected:
+            continue
+        if defined - selecting:
             values = {key: point.settings[key] for key in line.settings if key != "seed" and key in point.settings}
-            points.append(replace(point, parts=values, paper={}, spreads={}))
-        elif line in selected:
-            points.append(point)
+            point = replace(point, parts=values, paper={}, spreads={})
+        points.append(point)
     return points
 
 
@@ -234,7 +241,8 @@ def _combine(
     selecting: keys whose overrides only select lines. These keep the experiment's spelling of the values, so that their
     run directories are those of the whole sweep. earlier: the points that it may start from, by label and seed.
 
-    An override with another mechanism also drops what the line sets of its own mechanism.
+    An override with another mechanism also drops what the line sets of its own mechanism, and one with a length or a
+    warm-up the line's own.
 
     Raises ConfigError if the point that it starts from does not have its seed.
     """
@@ -245,6 +253,8 @@ def _combine(
     own = line.settings
     if "model" in chosen and not _has(line, "model", chosen["model"]):
         own = {key: value for key, value in own.items() if not key.startswith(("model.", "model/"))}
+    replaced = {other for key, value in chosen.items() if value != "null" for other in alternatives(key)}
+    own = {key: value for key, value in own.items() if key not in replaced}
     settings = own | chosen
     follows = False
     for key, value in own.items():

@@ -83,6 +83,7 @@ def test_a_report_has_the_choice_its_cost_and_a_picture_or_says_which_groups_hav
     assert waiting in text
     assert waiting in " ".join(capsys.readouterr().out.split())
     assert row(text, "mhc", 0)[-1] == "not chosen yet"
+    assert "16 runs: 12 complete, 4 waiting." in text
     train()
     text = report([*SWEEP, "to=report"]).read_text()
     # 13 of the runs that choose are complete, and have 98.7 seconds each

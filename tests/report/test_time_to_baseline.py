@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from depthlm.report.rows import measure_column
+from depthlm.report.sweep import with_derived
 from depthlm.report.tables import DASH, MISSING
 
 from .made_up import directories, experiment, reported, row, sweep, write_run
@@ -60,6 +62,15 @@ def test_incomplete_runs_and_those_without_a_finite_last_loss_of_the_baseline_ha
     write(mhc, (10, 3.0))
     (Path(vanilla) / "summary.json").unlink()
     assert times() == [None, None, None]
+
+
+def test_without_the_baseline_there_is_no_time(tmp_path):
+    for directory in directories(OF)[1:]:
+        write(directory, (10, 4.0), (20, 3.5))
+    assert times() == [None, None, None]
+    swept = sweep(OF)
+    others = with_derived(replace(swept, rows=swept.rows[1:]))
+    assert [measure_column(row, others.columns["time"]) for row in others.rows] == [None, None]
 
 
 def test_runs_are_compared_with_the_baseline_of_their_seed_or_with_the_mean_of_all():

@@ -85,6 +85,23 @@ def test_a_value_of_the_points_selects_them(folder):
     assert "optimizer.lr=0.001" in point.overrides
 
 
+def test_a_value_that_no_point_has_replaces_that_of_the_points_that_others_select(folder):
+    points = sweep_points(["experiment=mine/it", "model=mhc", "size=1.5b"], folder)
+    assert [(point.settings["model"], point.settings["size"], point.paper) for point in points] == [("mhc", "1.5b", {})]
+    # seeds of the points are replaced too, and a point starts from the one of its seed
+    write(folder, MINE.replace("{label: plain,", "{label: plain, seed: [1, 2],"))
+    (later,) = sweep_points(["experiment=mine/it", "model=moda", "seed=2"], folder)
+    (plain,) = sweep_points(["experiment=mine/it", "model=vanilla", "seed=2"], folder)
+    assert f"init_from={plain.directory}" in later.overrides
+
+
+def test_a_length_or_warm_up_replaces_that_of_the_points(folder):
+    write(folder, MINE.replace("model: vanilla,", "model: vanilla, training.max_tokens: 1M, schedule.warmup_steps: 5,"))
+    given = ["experiment=mine/it", "model=vanilla", "training.max_steps=100", "schedule.warmup_ratio=0.1"]
+    (point,) = check_points(given, folder)
+    assert sorted(point.overrides) == sorted(given)
+
+
 def test_a_seed_applies_to_points_without_one(tmp_path):
     lines = MINE.replace("model: [mhc, dca], size: [micro, tiny]", "model: [mhc, dca], seed: [1, 2]")
     points = sweep_points(["experiment=mine/it", "seed=2"], write(tmp_path, lines))

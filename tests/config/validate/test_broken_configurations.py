@@ -282,6 +282,15 @@ def test_an_invalid_command_line_is_refused():
             check_command_line(read_command_line(text.split()))
 
 
+def test_an_experiment_without_m_needs_the_settings_of_a_point():
+    one = ["experiment=dca/learned_weights", "budget=smoke"]
+    with pytest.raises(ConfigError, match="1 point; add -m to train each, or choose one, as in model=grn_v3"):
+        check_command_line(read_command_line(one))
+    point = check_command_line(read_command_line([*one, "model=grn_v3"]))
+    assert point is not None
+    assert point.model.name == "grn_v3"
+
+
 def test_commands_exit_with_2_and_the_mistakes(capsys):
     for command in ("train", "summary"):
         with pytest.raises(SystemExit) as caught:
