@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rich.table import Column, Table
 from depthlm.config.classes import check_target
 from depthlm.config.hydra_context import available_groups, comment, compose_raw, hydra_at_conf
 from depthlm.config.keys import Key, keys, override_text
+from depthlm.config.resolve import COMPOSING
 from depthlm.config.validate.explain import option_file
 from depthlm.console import stdout_console
 from depthlm.errors import UserError, nearest
@@ -94,7 +96,11 @@ def show_topic(
 def describe_option(group: str, option: str, config_dir: str | Path | None) -> str:
     """Describe an option: the title of an experiment, and the comment at the top of the option's file."""
     file = option_file(group, option, config_dir)
-    title = OmegaConf.select(OmegaConf.load(file), "experiment.title") if group == "experiment" else None
+    title = None
+    if group == "experiment":
+        with suppress(*COMPOSING):
+            # training and --help of the option itself report an invalid file
+            title = OmegaConf.select(OmegaConf.load(file), "experiment.title")
     return ". ".join(text for text in (title, " ".join(comment(file))) if text)
 
 

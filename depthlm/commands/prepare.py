@@ -18,6 +18,7 @@ from depthlm.console import stderr_console, stdout_console
 from depthlm.data import Manifest, prepare, token_folders, verify
 from depthlm.data.corpora.documents import REASONS
 from depthlm.data.preparation.imported import DTYPES, Import, import_tokens
+from depthlm.data.preparation.prepare import check_only
 from depthlm.data.tokenizers import load_tokenizer
 
 
@@ -27,6 +28,7 @@ def main(arguments: list[str], program: str) -> None:
     if options.import_tokens:
         return import_ids(options)
     data = compose(options.overrides, options.config_dir).data
+    check_only(data, options.only)
     folders = token_folders(data) if options.verify else prepare(data, only=options.only)
     folders = {name: folder for name, folder in folders.items() if not options.only or name in options.only}
     if options.verify:

@@ -65,6 +65,8 @@ def memory_note(points: Iterable[Point], cluster: Cluster) -> str:
     if config.training.pipeline.stages > 1:
         return "memory is not estimated for a pipeline"
     estimator, ranks = MemoryEstimator(config, "cuda"), cluster.ranks()
+    if check_ranks(config, ranks.world_size):
+        return f"memory is not estimated, since {ranks.world_size} ranks cannot train {directory}"
     share = config.training.batch_size // ranks.world_size
     size = config.training.micro_batch_size or share
     try:

@@ -37,6 +37,13 @@ def test_help_contains_everything_or_only_a_group_an_option_a_section_or_a_key(c
     assert "data.source" not in text
 
 
+def test_help_lists_an_experiment_whose_file_is_invalid(tmp_path, capsys):
+    (tmp_path / "experiment/mine").mkdir(parents=True)
+    (tmp_path / "experiment/mine/broken.yaml").write_text("# of mine\nexperiment: [")
+    print_help(["experiment"], tmp_path)
+    assert "mine/broken" in capsys.readouterr().out
+
+
 def test_help_on_a_group_describes_each_of_its_options():
     for group, options in available_groups(None).items():
         assert not [option for option in options if not describe_option(group, option, None)], group

@@ -62,3 +62,9 @@ def test_options_for_a_corpus_are_refused_beside_ids_and_those_for_ids_without_t
             read_options(arguments, "prepare")
         assert caught.value.code == 2
         assert words in capsys.readouterr().err.partition("error:")[2]
+
+
+def test_a_name_of_no_source_is_an_error_also_for_verify():
+    for option in ([], ["--verify"]):
+        with pytest.raises(UserError, match="no such source: wiki"):
+            main(["data=stdlib", "data.tokenizer=bytes", "--only", "wiki", *option], "prepare")

@@ -164,6 +164,14 @@ def test_a_complete_run_counts_unless_its_settings_or_the_code_of_its_mechanism_
         submit("--dry-run", *overrides)
 
 
+def test_a_dry_run_prints_the_plan_of_a_batch_that_the_ranks_cannot_share(small_run, submit, capsys):
+    with pytest.raises(UserError, match="nothing is submitted, because training would refuse:"):
+        submit("--dry-run", *small_run("training.batch_size=4", "data=stdlib"), "slurm.gpus_per_node=8")
+    printed = capsys.readouterr().out
+    assert "memory is not estimated, since 8 ranks cannot train" in printed
+    assert "sbatch --parsable" in printed
+
+
 def test_a_run_whose_precision_its_machine_chose_is_continued(small_run, tmp_path, submit):
     overrides = small_run("precision=auto", "data=stdlib")
     for precision in ("fp32", "bf16"):

@@ -68,14 +68,20 @@ def prepare(data: Data, progress: bool = True, only: Collection[str] = ()) -> di
     sources = all_sources(data)
     for name in [data.name, *sources]:
         check_name(name)
-    if unknown := sorted({*only} - {*sources}):
-        raise DataError("no such source", ", ".join(unknown), f"There are: {', '.join(sources)}.")
+    check_only(data, only)
     tokenizer = functools.cache(lambda: make_tokenizer(data, console))
     return {
         name: _Preparation(name, source, data, tokenizer, console).run()
         for name, source in sources.items()
         if not only or name in only
     }
+
+
+def check_only(data: Data, only: Collection[str]) -> None:
+    """Raise DataError for a name of no source or validation set."""
+    sources = all_sources(data)
+    if unknown := sorted({*only} - {*sources}):
+        raise DataError("no such source", ", ".join(unknown), f"There are: {', '.join(sources)}.")
 
 
 def check_name(name: str) -> None:
