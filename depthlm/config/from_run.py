@@ -100,7 +100,7 @@ def refuse_protocol(overrides: Sequence[str]) -> dict[str, str]:
     return {
         text: f"{text}: not with run=, whose configuration is complete; leave out run= to compose it from scratch"
         for text in overrides
-        if not given_names([text]).isdisjoint(PROTOCOL)
+        if any(name.partition(".")[0] in PROTOCOL for name in given_names([text]))
     }
 
 

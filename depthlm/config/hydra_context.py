@@ -21,7 +21,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.singleton import Singleton
 from omegaconf import DictConfig, OmegaConf
 
-from depthlm.config.keys import FREE_GROUPS, NAMED, declaration, keys, override_text
+from depthlm.config.keys import FREE_GROUPS, NAMED, declaration, is_text, override_text
 from depthlm.config.schema import Config
 from depthlm.counts import SCALES, Count
 from depthlm.files import read_bytes, read_yaml
@@ -90,7 +90,7 @@ def keep_text(raw: DictConfig, overrides: Sequence[Override]) -> None:
     """Write, in place, each text as it was given: Hydra reads 2024_01_15 as a number, which would become 20240115."""
     for override in overrides:
         name = override.key_or_group
-        if name in keys() and keys()[name].is_text and isinstance(override.value(), int | float):
+        if is_text(name) and isinstance(override.value(), int | float):
             OmegaConf.update(raw, name, (override.input_line or "").partition("=")[2].strip())
 
 

@@ -177,6 +177,12 @@ def declaration(name: str) -> Key | None:
     return keys(Source).get(name.rpartition(".")[2]) if name.startswith(tuple(f"{group}." for group in NAMED)) else None
 
 
+def is_text(name: str) -> bool:
+    """Return whether the value of a setting is text."""
+    key = declaration(name)
+    return key is not None and key.is_text
+
+
 def on_resume(name: str) -> OnResume:
     """Return whether a run may resume with another value of a key or group (see `depthlm.fields.key`)."""
     return "free" if name.split(".")[0].split("/")[0] == "hydra" else _find_attribute(name, "on_resume", "fixed")

@@ -11,7 +11,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from depthlm.config.keys import declaration, keys, on_resume, override_text, value_at
+from depthlm.config.keys import is_text, keys, on_resume, override_text, value_at
 from depthlm.config.schema import Config
 from depthlm.counts import SCALES, parse_count
 from depthlm.run_directory import NO_RUNS
@@ -151,7 +151,7 @@ def normal_value(name: str, value: str) -> str:
     """Return the value of a key or group without quotes, and that of a key as `0.1`, `1e-3`, `600`, `10M` or `true`."""
     if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
         value = value[1:-1]
-    if not is_key(name) or (name in keys() and keys()[name].is_text):
+    if not is_key(name) or is_text(name):
         return value
     if value.lower() in ("true", "false", "null"):
         return value.lower()
@@ -205,10 +205,8 @@ def join_name(head: str, settings: Mapping[str, str]) -> str:
 
 
 def _is_exact(name: str, value: str) -> bool:
-    key = declaration(name)
     # a name has a list without its brackets
-    is_text_in_brackets = key is not None and key.is_text and value.startswith("[")
-    return EXACT.fullmatch(value) is not None and not is_text_in_brackets
+    return EXACT.fullmatch(value) is not None and not (is_text(name) and value.startswith("["))
 
 
 def part_of(name: str, value: str) -> str:

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from depthlm.config.classes import code_digests
 from depthlm.config.experiment import Experiment
 from depthlm.config.hydra_context import Files, available_groups, compose_raw, hydra_at_conf, state_of_files
-from depthlm.config.keys import check_fields, replace_values, value_at, value_of
+from depthlm.config.keys import check_fields, override_text, replace_values, value_at, value_of
 from depthlm.config.names import (
     by_name,
     experiment_of,
@@ -82,7 +82,7 @@ def find_differences(config: Config, overrides: Sequence[str], config_dir: str |
     """
     given, values = named_settings(overrides), asdict(config)
     # an alternative that is given replaces it
-    given = {name: text for name, text in given.items() if text != "null" or not _alternatives(name) & given.keys()}
+    given = {name: text for name, text in given.items() if text != "null" or not alternatives(name) & given.keys()}
     files = state_of_files(config_dir)
     options = {name for name in given if not is_key(name)} - (SET_BY_BUDGET if "budget" in given else set())
     # composing an option takes long, so these are compared with those of the experiment alone, which all points share
@@ -137,7 +137,8 @@ def _compose_from(overrides: tuple[str, ...], config_dir: str | Path | None, fil
     return asdict(with_base_size(shrink_to_budget(config, names, overrides), names, config_dir))
 
 
-def _alternatives(name: str) -> set[str]:
+def alternatives(name: str) -> set[str]:
+    """Return the other keys for a length, or a warm-up, of which a run has one."""
     return {other for names in ALTERNATIVES if name in names for other in names} - {name}
 
 
@@ -236,7 +237,7 @@ def keys_of_points(experiment: Experiment, overrides: Sequence[str]) -> set[str]
         if key in texts
         and (
             key == experiment.best_over
-            or any(texts[key] == str(v) for v in (value if isinstance(value, list) else [value]))
+            or any(texts[key] == override_text(v) for v in (value if isinstance(value, list) else [value]))
         )
     }
 
@@ -286,6 +287,7 @@ def _with_free(config: Config, is_free: IsFree, values: dict[str, Any]) -> Confi
 def _offline(config: Config, chosen: Set[str], is_free: IsFree) -> Config:
     if not any(name.split(".")[0] == "data" for name in chosen):
         data = Data(name="stdlib", tokenizer="bytes", on_bad_document="skip", max_tokens=OFFLINE_TOKENS)
+        data = replace(data, document_mask=config.data.document_mask)
         # resolving raises the vocabulary to the size of the tokenizer
         config = _with_free(replace(config, data=data), is_free, {"size.vocab_size": 2})
     # for such narrow models, more threads only add synchronization

@@ -5,6 +5,7 @@ import pytest
 from depthlm.config import compose, run_steps, warmup_steps
 from depthlm.config.resolve import matrices
 from depthlm.config.schema import Config
+from depthlm.sweeps import check_points
 
 MINE = "experiment=depth_attention/mixing_rule"
 
@@ -57,6 +58,18 @@ def test_the_schedule_keeps_its_shape():
     for name, steps in (("dca/depth", 500_000), ("dca/depth", 12)):
         config = compose([f"experiment={name}", *(["budget=smoke"] if steps == 12 else [])], here=False)
         assert warmup_steps(config, steps) == max(1, round(1000 * steps / 500_000))
+
+
+def test_points_that_differ_in_the_document_mask_train_on_the_same_text(tmp_path):
+    file = tmp_path / "experiment/mine/masks.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "# @package _global_\nexperiment:\n  title: masks\n  points: [{data.document_mask: [true, bos, false]}]\n"
+    )
+    points = check_points(["experiment=mine/masks", "budget=smoke"], tmp_path)
+    assert [(point.config.data.name, point.config.data.document_mask) for point in points] == [
+        ("stdlib", True), ("stdlib", "bos"), ("stdlib", False),
+    ]  # fmt: skip
 
 
 def test_settings_of_the_command_line_are_preserved():

@@ -178,6 +178,7 @@ def test_all_mistakes_are_reported_together():
     given = {
         "budget=smoke": "budget=smoke: not with run=",
         "experiment=moda/variants": "experiment=moda/variants: not with run=",
+        "budget.max_steps=10": "budget.max_steps=10: not with run=",
         "~seed": "~seed: a key cannot be removed",
         "seed=range(1,3)": "seed=range(1,3): several values",
         "foo": "foo: not an override",

@@ -123,6 +123,12 @@ def test_a_number_has_the_same_text_in_every_spelling():
         assert {normal_value("optimizer.lr", value) for value in spellings} == {text}
 
 
+def test_text_stays_as_it_was_given_also_in_a_named_source():
+    assert {normal_value(f"data.{of}subset", "'1.10'") for of in ("", "sources.web.", "validation.web.")} == {"1.10"}
+    data = compose(["data=stdlib", "data.validation.web.hub=a/b", "data.validation.web.subset=2024_01"]).data
+    assert data.validation["web"].subset == "2024_01"
+
+
 def test_a_point_is_named_by_what_its_experiment_does_not_have_without_it():
     points = sweep_points(["experiment=depthlm/sensitivity_rate", "optimizer.betas=[0.9,0.95]"])
     folders = [Path(point.directory).name for point in points]
