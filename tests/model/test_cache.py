@@ -1,12 +1,15 @@
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from depthlm.mechanisms.depth_attention import DepthAttention
 from depthlm.mechanisms.moda import Moda
-from depthlm.model.attention.self_attention import SelfAttention
+from depthlm.model.attention.context import AttentionContext, KVCache
+from depthlm.model.attention.self_attention import SelfAttention, attend_to
 from depthlm.model.generation import generate
 
 
@@ -50,3 +53,26 @@ def test_chunks_need_a_cache(build):
     for settings in ({"prefill_chunk": 0}, {"prefill_chunk": 4, "use_cache": False}):
         with pytest.raises(ValueError, match="prefill_chunk"):
             generate(model, torch.randint(320, (2, 17)), 1, **settings)
+
+
+def test_grouped_queries_on_a_gpu_never_materialize_all_scores(monkeypatch):
+    """Of SDPA's kernels on a GPU, the one for masks and for fp32 takes no grouped queries."""
+    heads = []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+        heads.append((k.shape[1], settings["enable_gqa"]))
+        return q
+
+    monkeypatch.setattr("depthlm.model.attention.self_attention.F.scaled_dot_product_attention", attention)
+    with FakeTensorMode():
+        # a prefill in chunks, then a whole sequence, in 16 and in 32 bits
+        for dtype, keys in itertools.product((torch.bfloat16, torch.float32), (12, 4)):
+            q = torch.empty(1, 8, 4, 16, device="cuda", dtype=dtype)
+            k = torch.empty(1, 2, keys, 16, device="cuda", dtype=dtype)
+            attend_to(q, k, k, AttentionContext())
+    assert heads == [(8, False), (2, True), (8, False), (8, False)]
+
+
+def test_a_cache_without_an_initial_capacity_grows():
+    cache, x_bkte = KVCache(1, 0), torch.ones(1, 1, 3, 4)
+    assert cache.update(0, x_bkte, x_bkte)[0].shape == (1, 1, 3, 4)

@@ -147,7 +147,7 @@ class KVCache:
 
     def _grow(self, pair: tuple[Tensor, Tensor] | None, end: int, *new: Tensor) -> tuple[Tensor, Tensor]:
         while self.max_length < end:
-            self.max_length *= 2
+            self.max_length = max(1, 2 * self.max_length)
         stores = [x.new_zeros(*x.shape[:2], self.max_length, x.shape[3]) for x in new]
         for store, old in zip(stores, pair or (), strict=False):
             store[:, :, : self.length] = old[:, :, : self.length]

@@ -210,9 +210,9 @@ def _attend(q_bhte: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor
     causal = mask is None and t == s
     if mask is None and 1 < t < s:
         mask = causal_mask(t, s, q_bhte.device)
-    elif mask is not None and q_bhte.is_cuda:
-        # only the memory-efficient kernel takes a mask in every dtype, but not grouped queries; the fallback would
-        # materialize all scores
+    if q_bhte.is_cuda and (mask is not None or q_bhte.dtype == torch.float32):
+        # only the memory-efficient kernel takes fp32, or a mask in every dtype, but not grouped queries; the fallback
+        # would materialize all scores
         k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
     return F.scaled_dot_product_attention(q_bhte, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1)
 

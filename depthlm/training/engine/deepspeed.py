@@ -267,7 +267,7 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
         split_matrices(optimizer, engine.optimizer, engine.device)
     if config.deepspeed.stage == 3:
         count_updates(optimizer)
-    return Engine(engine, model, optimizer, reducer_of(config, plan, engine, model), guard)
+    return Engine(engine, model, optimizer, reducer_of(config, engine, model), guard)
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -279,7 +279,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def reducer_of(config: Config, plan: Plan, engine: Any, model: Decoder) -> Reducer | None:
+def reducer_of(config: Config, engine: Any, model: Decoder) -> Reducer | None:
     """Return the reducer that averages the gradients over the ranks instead of DeepSpeed; None if DeepSpeed does."""
     if config.deepspeed.stage > 0:
         return None
