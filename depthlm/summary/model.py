@@ -147,7 +147,7 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
         "parametrization": factor_rows(model),
         "flops_per_token": round(flops.training),
         "forward_flops_per_token": round(flops.forward),
-        "extra": asdict(overhead(model)),
+        "extra": asdict(overhead(model, training.sequence_length)),
         "sequence_length": training.sequence_length,
         "steps": steps,
         "tokens": tokens,
@@ -202,7 +202,7 @@ def recomputed_flops(model: Decoder, recompute: bool | int | str, sequence_lengt
     again; its PyTorch code repeats even less, since its matrix products are stored too.
     """
     if recompute == "selective":
-        return overhead(model).flops_per_token
+        return overhead(model, sequence_length).flops_per_token
     flops = flops_per_token(model, sequence_length)
     passes = model.loops * model.size.num_layers
     layers = math.ceil(passes / int(recompute)) if recompute else 0

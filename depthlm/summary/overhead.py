@@ -29,7 +29,7 @@ from torch import Tensor
 
 from depthlm.accounting.cost import BYTES_PER_VALUE, cache_bytes_per_token, count_parameters, linear_flops
 from depthlm.build import build_model
-from depthlm.config import ConfigError, compose, mechanisms
+from depthlm.config import Config, ConfigError, compose, mechanisms
 from depthlm.console import stderr_console, stdout_console
 from depthlm.counts import format_count
 from depthlm.errors import UserError
@@ -71,9 +71,9 @@ def print_overhead(
     overrides: see `decoders`. two_phase: print `two_phase_io` in place of the bytes, and also of vanilla.
     """
     costs, size = {}, ""
-    for name, model in decoders(overrides, config_dir):
-        if name != "vanilla" or two_phase:
-            costs[name], size = asdict(overhead(model)), model.size.name
+    for config, model in decoders(overrides, config_dir):
+        if (name := config.model.name) != "vanilla" or two_phase:
+            costs[name], size = asdict(overhead(model, config.training.sequence_length)), model.size.name
     if as_json:
         print(json.dumps(costs, indent=1))
         return
@@ -81,8 +81,8 @@ def print_overhead(
     print_table(f"Overhead over vanilla, size {size}\n", rows)
 
 
-def decoders(overrides: Sequence[str], config_dir: str | Path | None) -> Iterator[tuple[str, Decoder]]:
-    """Yield every mechanism of conf/model and its decoder on the device `meta`.
+def decoders(overrides: Sequence[str], config_dir: str | Path | None) -> Iterator[tuple[Config, Decoder]]:
+    """Yield the configuration of every mechanism of conf/model, and its decoder on the device `meta`.
 
     overrides: of any key outside `model`, or of model.loops. Raises ConfigError for an override of the mechanism.
     """
@@ -94,10 +94,11 @@ def decoders(overrides: Sequence[str], config_dir: str | Path | None) -> Iterato
     if refused:
         raise ConfigError([f"{override}: every mechanism is covered; leave it out" for override in refused])
     for name in track(mechanisms(config_dir), "mechanisms", console=stderr_console(), transient=True):
-        yield name, build_model(compose([*overrides, f"model={name}"], config_dir, here=False), "meta")
+        config = compose([*overrides, f"model={name}"], config_dir, here=False)
+        yield config, build_model(config, "meta")
 
 
-def overhead(model: Decoder) -> Overhead:
+def overhead(model: Decoder, sequence_length: int) -> Overhead:
     """Return the overhead of a decoder; works on the meta device."""
     with torch.device("meta"):
         vanilla = Decoder(model.size, model.backbone, Residual, SelfAttention, model.loops)
@@ -105,9 +106,11 @@ def overhead(model: Decoder) -> Overhead:
     reads = list(model.connections)[:-1]
     flops = values = two_phase = 0.0
     for attention, vanilla_layer in zip(attentions, vanilla.layers, strict=True):
-        # terms in the length cancel in the difference from vanilla
-        extra = attention.forward_flops(1, False) - vanilla_layer.attention.forward_flops(1, False)
-        flops += model.loops * (linear_flops(attention) - linear_flops(vanilla_layer.attention) + extra)
+        of_both = [
+            linear_flops(each) + each.forward_flops(sequence_length, True)
+            for each in (attention, vanilla_layer.attention)
+        ]
+        flops += model.loops * (of_both[0] - of_both[1])
         of_attention = model.loops * attention.io_values()
         values, two_phase = values + of_attention, two_phase + of_attention
     for connection in reads:
@@ -203,8 +206,8 @@ def print_pipeline(
     there are fewer layers than chunks.
     """
     (stages, chunks), sent = read_schedule(words), {}
-    for name, model in decoders(overrides, config_dir):
-        sent[name], size = transitions(model, stages, chunks), model.size.name
+    for config, model in decoders(overrides, config_dir):
+        sent[config.model.name], size = transitions(model, stages, chunks), model.size.name
     if as_json:
         print(json.dumps({name: bytes_._asdict() for name, bytes_ in sent.items()}, indent=1))
         return

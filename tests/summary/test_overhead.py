@@ -20,6 +20,7 @@ from depthlm.summary.overhead import PREFILL_CHUNK, Overhead, overhead
 from ..options import configuration
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+LENGTH = 2048
 SMALL = {"size.hidden_size=64", "size.hidden_size=256"}
 
 
@@ -37,7 +38,7 @@ def meta() -> Callable[..., Decoder]:
 @pytest.fixture(scope="module")
 def cost(meta: Any) -> Callable[..., Overhead]:
     """Return the overhead of the decoder of overrides."""
-    return functools.cache(lambda *overrides: overhead(meta(*overrides)))
+    return functools.cache(lambda *overrides: overhead(meta(*overrides), LENGTH))
 
 
 # Depth-Attention (arXiv 2606.05014), Table 2: FLOPs, activation I/O in bytes, memory of a 128K prefill in GiB
@@ -67,7 +68,7 @@ def test_memory_of_a_prefill_in_chunks_of_attention_residuals(meta):
     """
     # D is not in the paper: 8 blocks of 128K tokens in 16 bits are 15 GB at 7168
     model = meta("model=attention_residuals", "size=micro", "size.num_layers=8", "size.hidden_size=7168")
-    costs = overhead(model)
+    costs = overhead(model, LENGTH)
     assert costs.prefill_bytes == 8 * 128 * 1024 * 7168 * 2
     assert costs.prefill_bytes / 1e9 == pytest.approx(15, abs=0.05)
     assert 16 * 1024 / PREFILL_CHUNK * costs.prefill_chunk_bytes / 1e9 == pytest.approx(1.9, abs=0.05)
@@ -93,6 +94,15 @@ def test_table_1_of_attention_residuals(cost, preset):
         assert costs.two_phase_io == pytest.approx(formula(width), rel=1e-12)
         # the printed number leaves out the maps, which have 48 values
         assert abs(costs.two_phase_io - printed) <= 48 / width + 1e-9
+
+
+def test_a_second_attention_over_the_sequence_is_in_the_added_flops(meta, cost):
+    shape = "size=micro", "size.num_layers=48", "size.hidden_size=64"
+    forward = [
+        flops_per_token(meta(*model, *shape), LENGTH).forward
+        for model in (["model=moda", "model.attention.start=identity"], ["model=vanilla"])
+    ]
+    assert cost("model=moda", "model.attention.start=identity", *shape).flops_per_token == forward[0] - forward[1]
 
 
 def test_two_phases_of_other_mechanisms_are_their_reads_alone(cost):
