@@ -347,6 +347,7 @@ def stored_operators() -> list[Any]:
         "mm",
         "addmm",
         "_grouped_mm",
+        "_flash_attention_forward",
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention",

@@ -95,6 +95,8 @@ class Layer(nn.Module):
         for name, module in self.named_modules():
             if name in ("attention.v_proj", "attention.o_proj"):
                 module.init_gain = attention
+            elif name == "attention.kv_b_proj":
+                module.init_value_gain = self.attention.num_heads, attention
             elif name.startswith("mlp.") and isinstance(module, nn.Linear | Experts):
                 module.init_gain = mlp  # type: ignore[assignment]
 

@@ -228,6 +228,10 @@ def _initial_values(
         _draw(tensor, generator, module.init_std or std, backbone.init.replace("xavier_uniform", "normal"))
     else:
         _draw(tensor, generator, gain * std, backbone.init, gain)
+        # of latent attention: the rows of each head are those of its key, then those of its value
+        heads, value_gain = getattr(module, "init_value_gain", (1, 1.0))
+        if value_gain != 1.0:
+            tensor.view(heads, 2, -1)[:, 1].mul_(value_gain)
     return tensor if factor == 1.0 else tensor.mul_(factor)
 
 

@@ -26,6 +26,11 @@ def shares(count: int) -> np.ndarray[Any, Any]:
     return np.arange(1, count + 1) / (count * (count + 1) / 2)
 
 
+def test_keys_and_values_are_shared_within_a_loop(build, arrays):
+    found = arrays(build("model=shared_kv", "model.loops=2"))["shared_kv_source"]
+    assert np.nanargmax(found, 1).tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
+
+
 def test_depth_attention_of_known_queries_and_keys(build, arrays):
     model = build("model=depth_attention", "model.attention.stride=2")
     q, k = np.array([0.0, 1.0, -1.0, 2.0]), np.array([0.5, -1.0, 1.5, 1.0])

@@ -5,6 +5,8 @@ import pytest
 import torch
 from torch import nn
 
+from depthlm.mechanisms.deepnorm import DeepNorm
+from depthlm.mechanisms.residual import Residual
 from depthlm.model.decoder import Decoder
 from depthlm.model.parameters import initialize
 
@@ -74,6 +76,17 @@ def test_kernels_of_flaxs_lm1b_example_are_xavier_uniform_and_biases_almost_zero
         else:
             bound = math.sqrt(6 / sum(parameter.shape))
             assert 0.95 * bound < parameter.abs().max() <= bound, name
+
+
+def test_deepnorm_scales_the_values_of_latent_attention_and_not_its_keys(make_decoder):
+    latent = {"mixers": ["latent"], "position": "none", "mlp": "swiglu", "qk_norm": "none"}
+    plain, scaled = (
+        make_decoder(backbone_changes=latent, connection=connection, num_layers=2).layers[0].attention
+        for connection in (Residual, DeepNorm)
+    )
+    of_both = (each.kv_b_proj.weight.unflatten(0, (each.num_heads, 2, -1)) for each in (plain, scaled))
+    for ours, theirs, factor in zip(*(weight.unbind(1) for weight in of_both), (1, (8 * 2) ** -0.25), strict=True):
+        torch.testing.assert_close(theirs, ours * factor)
 
 
 def test_initialization_from_meta_and_in_bf16(make_decoder):

@@ -40,6 +40,8 @@ def test_the_chosen_layers_are_computed_again(make_decoder, how, layers):
 
 def test_selective_recomputation_repeats_no_matrix_product_and_no_attention(make_decoder):
     plain, selective, every = (backward_calls(make_decoder, how) for how in (False, "selective", True))
+    # on a GPU, that of documents
+    assert torch.ops.aten._flash_attention_forward.default in stored_operators()
     for operator in stored_operators():
         assert selective[operator] == plain[operator]
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
