@@ -94,6 +94,10 @@ class RunDirectory:
         """Return the summary of a run that was complete at this step and has been extended since."""
         return self.path / f"summary-step-{step:08d}.json"
 
+    def lost_summary(self, step: int) -> Path:
+        """Return the summary of a run that was complete at this step, whose steps before it were trained again."""
+        return self.path / f"summary-lost-{step:08d}.json"
+
     def extended_at(self) -> list[int]:
         """Return the steps at which the run was complete before it was extended, ascending."""
         names = (path.stem.rpartition("-")[2] for path in self.path.glob("summary-step-*.json"))

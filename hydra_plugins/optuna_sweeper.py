@@ -30,7 +30,7 @@ from depthlm.errors import UserError
 from depthlm.fields import key
 from depthlm.locations import install_command
 from depthlm.runs.records import read_run
-from depthlm.sweeps import sweep_points
+from depthlm.sweeps.points import plain_points
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ class OptunaSweeper(Sweeper):
 
     def _find_point(self, shared: Sequence[str], axes: Collection[str]) -> list[str]:
         """Return the overrides of the one point that is tuned, without the settings that are. Raises UserError."""
-        points = sweep_points(shared, self.config_dir)
-        others = ([text for text in point.overrides if not by_name([text]).keys() & axes] for point in points)
+        points = plain_points(shared, self.config_dir)
+        others = ([text for text in point if not by_name([text]).keys() & axes] for point in points)
         alike = {tuple(texts): texts for texts in others}
         if len(alike) == 1:
             return next(iter(alike.values()))

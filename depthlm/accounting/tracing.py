@@ -314,9 +314,9 @@ def _attention(
         )[0]
     if q.dtype in HALF and attn_mask is None and q.shape[-1] <= 256:
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
-    if attn_mask is not None or q.dtype is torch.float32:
+    groups = q.shape[-3] // k.shape[-3]
+    if groups > 1 and (attn_mask is not None or q.dtype is torch.float32):
         # as `attend_to` does on a GPU
-        groups, enable_gqa = q.shape[-3] // k.shape[-3], False
         k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
     if q.shape[-3] == k.shape[-3]:
         if attn_mask is not None:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from omegaconf import DictConfig
 
@@ -20,7 +20,7 @@ from depthlm.commands.help import print_help
 from depthlm.config import Config, changes, read_sources
 from depthlm.config.compose import compose
 from depthlm.config.hydra_context import config_dir_of, flags_parser, open_names
-from depthlm.config.names import by_name, experiment_of, normal_value
+from depthlm.config.names import by_name, experiment_of
 from depthlm.config.resolve import LENGTHS
 from depthlm.config.saved import config_text
 from depthlm.counts import format_count
@@ -29,7 +29,7 @@ from depthlm.errors import ConfigError, UserError
 from depthlm.locations import CONF
 from depthlm.run_directory import RunDirectory
 from depthlm.streams import continue_without_output, printable
-from depthlm.sweeps.points import check_points, is_axis, sweep_points
+from depthlm.sweeps.points import check_points, is_axis, parse_value, plain_points, sweep_points
 
 # settings of Hydra that depthlm decides, and what to use instead
 FIXED = {
@@ -226,12 +226,13 @@ def _experiment_errors(line: CommandLine) -> list[str]:
     if name is None:
         return []
 
-    def values(overrides: Sequence[str]) -> dict[str, str]:
-        return {key: normal_value(key, text) for key, text in by_name(overrides).items()}
+    def values(overrides: Sequence[str]) -> dict[str, Any]:
+        return {key: parse_value(text) for key, text in by_name(overrides).items()}
 
     points = sweep_points(line.overrides, line.config_dir)
     if not points or any(values(point.overrides) == values(line.overrides) for point in points):
         return []
-    example = " ".join(text for text in points[0].overrides if text not in line.overrides)
-    count = format_count(len(points), "point")
+    examples = plain_points(line.overrides, line.config_dir)
+    example = " ".join(text for text in examples[0] if text not in line.overrides)
+    count = format_count(len(examples), "point")
     return [f"experiment={name}: {count}; add -m to train each, or choose one, as in {example}"]

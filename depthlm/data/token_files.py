@@ -189,7 +189,9 @@ def settings(name: str, source: Source, data: Data) -> dict[str, Any]:
     if name in data.validation:
         result |= {"held_out": "all"}
     else:
-        if (source.validation_split if is_remote(source) else source.validation_files) is None:
+        # patterns choose among the files of a folder; of a single file, a share is held out in any case
+        is_file = source.source is not None and source.source.endswith(tuple(source.suffixes or ()))
+        if is_file or (source.validation_split if is_remote(source) else source.validation_files) is None:
             result["validation_fraction"] = data.validation_fraction
             result |= {"held_out_by": "name"} if data.held_out_by == "name" else {}
         if data.max_tokens is not None:

@@ -37,12 +37,10 @@ SHAPE = {
 }
 KEYS = {"norm_eps": "rms_norm_eps", "tie_embeddings": "tie_word_embeddings", "attention_bias": "attention_bias"}
 # backbone fields that both classes have, and the defaults of others for a config.json that lacks them
-# our backbone fields that do not determine what the weights compute
-OF_TRAINING = {
-    *("name", "dropout", "init", "bias_init_std", "router_balance_loss", "router_z_loss", "router_bias_rate"),
-}
 FIXED = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "mlp_bias": False, "head_bias": False}
 DEFAULTS = {"rope_theta": 10000.0, "attention_bias": False, "tie_embeddings": False}
+# our backbone fields that do not determine what the weights compute
+OF_TRAINING = {"name", "dropout", "init", "bias_init_std", "router_balance_loss", "router_z_loss"}
 # the beginnings of the names of weights, and parts of them
 BEGINNINGS = {
     "embedding.": "model.embed_tokens.",

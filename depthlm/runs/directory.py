@@ -166,10 +166,10 @@ def describe_run(config: Config, ranks: Ranks, steps: int, done: int) -> None:
             run.saved.unlink(missing_ok=True)
         if (summary := read_summary(run.path)) is not None:
             os.replace(run.summary, run.earlier_summary(summary["steps"]))
-        # the summaries of a run that is being extended stay, those of steps that are trained again do not
+        # of a run that is being extended, or of steps that are trained again
         for step in run.extended_at():
             if step > done:
-                run.earlier_summary(step).unlink()
+                os.replace(run.earlier_summary(step), run.lost_summary(step))
         run.failure.unlink(missing_ok=True)
         replace_text(run.config, signed_config_text(config))
         launched = {

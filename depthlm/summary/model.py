@@ -202,7 +202,8 @@ def recomputed_flops(model: Decoder, recompute: bool | int | str, sequence_lengt
     again; its PyTorch code repeats even less, since its matrix products are stored too.
     """
     if recompute == "selective":
-        return overhead(model, sequence_length).flops_per_token
+        # attention over the sequence is stored
+        return overhead(model, 0).flops_per_token
     flops = flops_per_token(model, sequence_length)
     passes = model.loops * model.size.num_layers
     layers = math.ceil(passes / int(recompute)) if recompute else 0

@@ -17,7 +17,7 @@ from depthlm.config.experiment import Experiment
 from depthlm.config.from_run import read_sources
 from depthlm.config.hydra_context import hydra_at_conf
 from depthlm.config.keys import override_text
-from depthlm.config.names import by_name, experiment_of, importance, setting_texts
+from depthlm.config.names import by_name, experiment_of, importance, is_key, setting_texts
 from depthlm.config.resolve import alternatives, compose_fields, mistakes_in
 from depthlm.config.schema import Config
 from depthlm.errors import ConfigError, join_names, nearest
@@ -65,6 +65,13 @@ def sweep_points(
             members = with_choice(members, experiment, read)
         known += members
     return known
+
+
+def plain_points(overrides: Sequence[str], config_dir: str | Path | None) -> list[list[str]]:
+    """Return the overrides of the points as the user gives them: every value of a setting that runs would choose."""
+    without = "experiment.best_over=null"
+    points = sweep_points([*overrides, without], config_dir)
+    return [[text for text in point.overrides if text != without] for point in points]
 
 
 def _experiment_overrides(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -211,14 +218,16 @@ def _experiment_points(overrides: list[str], name: str, config_dir: str | Path |
     lines = [replace(line, default_seed=str(config.seed)) for line in expand(replace(config.experiment, name=name))]
     given = by_name(overrides)
     defined = given.keys() & {key for line in lines for key in line.settings}
-    selecting = {key for key in defined if any(_has(line, key, given[key]) for line in lines)}
-    selected = [line for line in lines if all(_has(line, key, given[key]) for key in selecting)]
-    if not selected:
-        selecting, selected = set(), lines
+    selected, selecting = lines, set[str]()
+    # a mechanism or a size selects before a value that is given for it
+    for key in sorted(defined, key=lambda name: (is_key(name), importance(name))):
+        if narrowed := [line for line in selected if _has(line, key, given[key])]:
+            selected, selecting = narrowed, selecting | {key}
     points: list[Point] = []
     earlier: dict[tuple[str, str | None], Point] = {}
     for line in lines:
-        point = _combine(line, overrides, selecting, earlier, config_dir)
+        # a point that others start from keeps its settings
+        point = _combine(line, overrides, selecting if line in selected else defined, earlier, config_dir)
         earlier[line.label, point.seed] = point
         if line not in selected:
             continue

@@ -99,13 +99,7 @@ class Trainer:
         """
         progress, summary = self.progress, None
         try:
-            stopped = self.train_steps()
-            self.activity.mark("finishing", progress.step)
-            if not stopped and progress.step == self.plan.max_steps:
-                summary = self.complete()
-        except ValidationStopped:
-            self.save(last=True)
-            stopped = True
+            stopped, summary = self.train_and_complete()
         except DivergedError:
             if self.saver.writing is not None:
                 self.saver.finish()
@@ -122,6 +116,18 @@ class Trainer:
         if progress.step < self.plan.max_steps:
             log.info("stopped after step %d of %d (training.stop_after)", progress.step, self.plan.max_steps)
         return COMPLETE
+
+    def train_and_complete(self) -> tuple[bool, dict[str, Any] | None]:
+        """Train, and complete a run at its end. Returns whether a signal stopped it, and the summary on rank 0."""
+        try:
+            stopped = self.train_steps()
+            self.activity.mark("finishing", self.progress.step)
+            at_end = not stopped and self.progress.step == self.plan.max_steps
+            return stopped, self.complete() if at_end else None
+        except ValidationStopped:
+            self.check_directory()
+            self.save(last=True)
+            return True, None
 
     def train_steps(self) -> bool:
         """Train to the plan's last step and save a checkpoint. Returns whether a signal stopped it early."""

@@ -57,10 +57,11 @@ def test_chunks_need_a_cache(build):
 
 def test_grouped_queries_on_a_gpu_never_materialize_all_scores(monkeypatch):
     """Of SDPA's kernels on a GPU, the one for masks and for fp32 takes no grouped queries."""
-    heads = []
+    heads, copied = [], []
 
     def attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
         heads.append((k.shape[1], settings["enable_gqa"]))
+        copied.append(k)
         return q
 
     monkeypatch.setattr("depthlm.model.attention.self_attention.F.scaled_dot_product_attention", attention)
@@ -70,6 +71,10 @@ def test_grouped_queries_on_a_gpu_never_materialize_all_scores(monkeypatch):
             q = torch.empty(1, 8, 4, 16, device="cuda", dtype=dtype)
             k = torch.empty(1, 2, keys, 16, device="cuda", dtype=dtype)
             attend_to(q, k, k, AttentionContext())
+        # without groups, nothing is copied
+        attend_to(q, q, q, AttentionContext())
+        assert copied.pop() is q
+        heads.pop()
     assert heads == [(8, False), (2, True), (8, False), (8, False)]
 
 

@@ -57,6 +57,9 @@ def test_the_point_of_an_experiment_is_tuned_and_only_one(capsys):
     launcher, given = Launcher(distance), ["experiment=depthlm/scaling", "size=nano_60k", "seed=1"]
     assert sweep(launcher, *given, "model=mhc", n_trials=1) == 0
     assert launcher.launched[0][0].items() >= {"training.max_steps": "184", "size": "nano_60k", "model": "mhc"}.items()
+    chooses = ["experiment=depthlm/sizes", "size=nano_60k", "model=mudd", "seed=1"]
+    assert sweep(launcher, *chooses, study_name="other", n_trials=1) == 0
+    assert launcher.launched[1][0].items() >= {"seed": "1", "training.max_steps": "184"}.items()
     assert sweep(launcher, *given) == 2
     assert "9 points; tune one, as in training.max_steps=184 model=vanilla" in capsys.readouterr().err
 

@@ -88,11 +88,20 @@ def test_a_value_of_the_points_selects_them(folder):
 def test_a_value_that_no_point_has_replaces_that_of_the_points_that_others_select(folder):
     points = sweep_points(["experiment=mine/it", "model=mhc", "size=1.5b"], folder)
     assert [(point.settings["model"], point.settings["size"], point.paper) for point in points] == [("mhc", "1.5b", {})]
-    # seeds of the points are replaced too, and a point starts from the one of its seed
+    # of two values that no point has together, that of the option selects
+    lines = MINE.replace("size: [micro, tiny]", "size: micro, optimizer.lr: 0.001").replace(
+        "model: vanilla,", "model: vanilla, optimizer.lr: 0.002,"
+    )
+    (point,) = sweep_points(["experiment=mine/it", "model=mhc", "optimizer.lr=2e-3"], write(folder, lines))
+    assert sorted(point.overrides) == ["experiment=mine/it", "model=mhc", "optimizer.lr=2e-3", "size=micro"]
+    # a point starts from the one of its seed, with the settings of that
     write(folder, MINE.replace("{label: plain,", "{label: plain, seed: [1, 2],"))
     (later,) = sweep_points(["experiment=mine/it", "model=moda", "seed=2"], folder)
     (plain,) = sweep_points(["experiment=mine/it", "model=vanilla", "seed=2"], folder)
-    assert f"init_from={plain.directory}" in later.overrides
+    (shorter,) = sweep_points(["experiment=mine/it", "model=moda", "seed=2", "optimizer.lr=1"], folder)
+    assert all(f"init_from={plain.directory}" in point.overrides for point in (later, shorter))
+    with pytest.raises(ConfigError, match="that point has no seed 7; its seeds: 1, 2"):
+        sweep_points(["experiment=mine/it", "model=moda", "seed=7"], folder)
 
 
 def test_a_length_or_warm_up_replaces_that_of_the_points(folder):

@@ -158,10 +158,6 @@ def _local_files(name: str, source: Source) -> TextFiles:
     description: dict[str, Any] = {"root": str(root.resolve())}
     unread: tuple[str, ...] = ()
     if root.is_file():
-        if given := [key for key in ("files", "validation_files") if getattr(source, key) is not None]:
-            keys = " ".join(f"data.{key}=null" for key in given)
-            what = "a file, and data.files and data.validation_files choose among the files of a folder"
-            raise DataError(what, root, f"Set {keys}; a share of its documents is held out.")
         train, held_out = [TextFile(root.name, str(root))], None
     else:
         files, others = walk(root, tuple(source.suffixes or ()) if source.source else (".py",))

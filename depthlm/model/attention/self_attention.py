@@ -210,7 +210,7 @@ def _attend(q_bhte: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor
     causal = mask is None and t == s
     if mask is None and 1 < t < s:
         mask = causal_mask(t, s, q_bhte.device)
-    if q_bhte.is_cuda and (mask is not None or q_bhte.dtype == torch.float32):
+    if groups > 1 and q_bhte.is_cuda and (mask is not None or q_bhte.dtype == torch.float32):
         # only the memory-efficient kernel takes fp32, or a mask in every dtype, but not grouped queries; the fallback
         # would materialize all scores
         k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1

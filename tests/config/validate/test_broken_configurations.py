@@ -286,6 +286,9 @@ def test_an_experiment_without_m_needs_the_settings_of_a_point():
     one = ["experiment=dca/learned_weights", "budget=smoke"]
     with pytest.raises(ConfigError, match="1 point; add -m to train each, or choose one, as in model=grn_v3"):
         check_command_line(read_command_line(one))
+    chooses = ["experiment=depthlm/sizes", "size=nano_60k", "model=dca", "seed=1"]
+    with pytest.raises(ConfigError, match=r"or choose one, as in training.max_steps=184 optimizer.lr=\S+$"):
+        check_command_line(read_command_line(chooses))
     point = check_command_line(read_command_line([*one, "model=grn_v3"]))
     assert point is not None
     assert point.model.name == "grn_v3"

@@ -41,6 +41,11 @@ def test_only_settings_that_change_the_bytes_change_the_folder(local, tmp_path):
     assert len({token_folders(Data(name="stdlib", **change))["stdlib"] for change in of_python}) == len(of_python)
 
 
+def test_the_share_that_is_held_out_of_a_single_file_changes_its_folder_also_beside_patterns():
+    mirrored = Data(name="c4", source="c4-train.00000.json.gz", validation_files="*val*", tokenizer="bytes")
+    assert token_folders(mirrored) != token_folders(replace(mirrored, validation_fraction=0.2))
+
+
 def test_the_folder_of_a_validation_set_depends_on_the_documents_that_train_the_tokenizer(local):
     validation = {"further": Source(source=local().source)}
     shared = [token_folders(local(validation=validation, held_out_by=by))["further"] for by in ("content", "name")]

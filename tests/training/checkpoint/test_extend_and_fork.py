@@ -9,6 +9,7 @@ import torch
 import depthlm
 from depthlm.errors import UserError
 from depthlm.files import read_json
+from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
 
@@ -131,7 +132,8 @@ def test_a_complete_run_without_its_checkpoints_warns_and_retrains_on_request(tr
     depthlm.load(run)
     assert read_json(run / "summary.json")["validation_loss"] == before
     # it was not extended
-    assert not list(run.glob("summary-*"))
+    assert [path.name for path in run.glob("summary-*")] == ["summary-lost-00000004.json"]
+    assert RunDirectory(run).extended_at() == []
     # a second start has nothing to train
     capfd.readouterr()
     assert train(again) == 0
