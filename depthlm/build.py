@@ -75,11 +75,12 @@ def load_checkpoint(
     """Like `load`, and also return the manifest of the loaded checkpoint."""
     directory = Path(run)
     config = load_config(directory)
-    check_trusted(targets(config.model), trust, str(directory))
+    mechanism = targets(config.model)
+    check_trusted(mechanism, trust, str(directory))
     for part, settings in (("connection", config.model.connection), ("attention", config.model.attention)):
         if errors := check_target(f"model.{part}", settings):
             raise UserError(f"{directory}: {'; '.join(errors)}")
-    for name, words in compare({"code": config.code}, {"code": code_digests(config)}).items():
+    for name, words in compare({"code": config.code}, {"code": code_digests(mechanism.values())}).items():
         log.warning("%s: %s has changed since the training: %s", directory, name, words)
     model, manifest = _load_newest(config, directory, device)
     if model.kernels == "triton":

@@ -73,7 +73,11 @@ def replace_text(file: Path, text: str) -> None:
     After the return, a power cut leaves the new one.
     """
     temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
+    # a link there could lead anywhere
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+    with open(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(text)
     sync(temporary)
     os.replace(temporary, file)
     sync(file.parent)
@@ -86,6 +90,7 @@ def replacing(file: Path) -> Iterator[Path]:
     A file that could not be written completely is removed, and the old one stays.
     """
     temporary = file.with_name(f".{file.stem}.tmp{file.suffix}")
+    temporary.unlink(missing_ok=True)
     try:
         yield temporary
         sync(temporary)
@@ -167,15 +172,16 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 def check_yaml(text: str) -> None:
-    """Raise YAMLError for YAML that is broken, nested deeper than MAX_DEPTH, or that has aliases.
+    """Raise YAMLError for YAML that is broken, nested deeper than MAX_DEPTH, or that has aliases or tags.
 
-    A few lines with aliases can expand to more than fits in memory, and depthlm writes none.
+    A few lines with aliases can expand to more than fits in memory, tags make objects, and depthlm writes neither.
     """
     depth = 0
     for event in yaml.parse(text, Loader=YAML_LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent) or depth > MAX_DEPTH:
-            what = "nested too deep" if depth > MAX_DEPTH else "an alias"
+        is_alias, tag = isinstance(event, yaml.AliasEvent), getattr(event, "tag", None)
+        if is_alias or tag is not None or depth > MAX_DEPTH:
+            what = "an alias" if is_alias else f"the tag {tag}" if tag is not None else "nested too deep"
             raise yaml.composer.ComposerError(None, None, what, event.start_mark)
 
 
@@ -197,6 +203,7 @@ def is_inside(file: Path, folder: Path) -> bool:
     """
     folder = folder.absolute()
     caches = [parent.parent / "blobs" for parent in folder.parents if parent.name == "snapshots"]
+    caches = [cache for cache in caches if not cache.is_symlink()]
     return any(file.resolve().is_relative_to(root.resolve()) for root in (folder, *caches))
 
 

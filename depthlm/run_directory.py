@@ -82,6 +82,8 @@ class RunDirectory:
             self.environment,
             self.log,
             self.failure,
+            self.lock,
+            self.saved,
             self.evaluation,
             self.loss_curve,
             self.trace.parent,

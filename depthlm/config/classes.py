@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import json
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -75,7 +75,7 @@ def check_target(name: str, settings: Any) -> list[str]:
     module, attribute = target.rsplit(".", 1)
     try:
         source = importlib.import_module(module)
-    except (ImportError, ValueError) as error:
+    except (ImportError, TypeError, ValueError) as error:
         missing = str(getattr(error, "name", None))
         if extra := EXTRAS.get(missing):
             return [f"{where}={target}: {missing} is not installed; {install_command(extra)}"]
@@ -134,15 +134,19 @@ def check_trusted(saved: Mapping[str, str], trust: Sequence[str], where: str) ->
         )
 
 
-def code_digests(config: Config) -> dict[str, str]:
-    """Return the SHA-256 of the source of each class from outside depthlm, by class.
+def classes_of(config: Config) -> set[str]:
+    """Return the classes that a configuration names, of the mechanism and the optimizer."""
+    return {*targets(config.model).values(), config.optimizer._target_}
+
+
+def code_digests(classes: Iterable[str]) -> dict[str, str]:
+    """Return the SHA-256 of the source of each of these classes from outside depthlm, by class.
 
     The source is the file of the class, and the files beside it that it imports, directly or not. Packages of the
     Python installation have versions, which environment.json records.
     """
-    classes = {*targets(config.model).values(), config.optimizer._target_}
     digests = {}
-    for target in sorted(classes):
+    for target in sorted({*classes}):
         module = target.rpartition(".")[0]
         spec = None if module.partition(".")[0] in ("", "depthlm", "torch") else _spec(module)
         if spec is None or spec.origin is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
-from depthlm.config.classes import code_digests
+from depthlm.config.classes import classes_of, code_digests
 from depthlm.config.from_run import (
     MOMENTARY,
     Sources,
@@ -18,6 +18,7 @@ from depthlm.config.from_run import (
     place_derived,
     read_sources,
     refuse_protocol,
+    replaced_names,
 )
 from depthlm.config.hydra_context import Files, compose_raw, hydra_at_conf, ignored_files, keep_text, state_of_files
 from depthlm.config.keys import check_fields, replace_values
@@ -50,7 +51,7 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None,
     config, saved = _compose_sources(sources)
     if here and saved is not None and sources.run is not None:
         # what the overrides set is not taken from the run
-        named = tuple(f"{name.replace('/', '.')}." for name in given_names(sources.overrides))
+        named = tuple(f"{name}." for name in replaced_names(sources.overrides))
         check_reach(sources.run, saved, sources.trust, lambda name: not f"{name}.".startswith(named))
     return _resolve_and_check(config, saved, sources, here)
 
@@ -62,7 +63,7 @@ def compose_unchecked(overrides: Sequence[str], config_dir: str | Path | None = 
     """
     config = _compose_unchecked(tuple(overrides), config_dir, state_of_files(config_dir))
     # the code of a user may change between two calls
-    return replace(config, code=code_digests(config))
+    return replace(config, code=code_digests(classes_of(config)))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from depthlm.config.classes import check_trusted, targets
 from depthlm.config.hydra_context import apply_values, available_groups, compose_raw, open_names
+from depthlm.config.keys import flatten
 from depthlm.config.names import by_name, changed_settings, given_names, importance, is_difference, join_name
 from depthlm.config.resolve import LENGTHS
 from depthlm.config.saved import as_text, fixed_changes, load_config
@@ -80,11 +81,9 @@ def compose_on(
     check: raises for classes of the saved configuration; called with the keys and groups that the overrides set.
     """
     parsed = OverridesParser.create().parse_overrides(open_names(overrides, settings=True))
-    # a group of settings is merged into that of the run, whose class stays
-    named = [each for each in parsed if not each.is_delete() and not isinstance(each.value(), dict)]
-    check({override.key_or_group.replace("/", ".") for override in named})
+    check(replaced_names(overrides))
     available = available_groups(config_dir)
-    groups = [override for override in parsed if override.key_or_group in available]
+    groups = [each for each in parsed if each.key_or_group in available and not isinstance(each.value(), dict)]
     raw = OmegaConf.create(as_text(asdict(saved)))
     OmegaConf.set_struct(raw, True)
     options = compose_raw([str(override.input_line) for override in groups], config_dir)
@@ -93,6 +92,21 @@ def compose_on(
         OmegaConf.update(raw, name, OmegaConf.select(options, name), merge=False, force_add=True)
     apply_values(raw, [override for override in parsed if override not in groups])
     return raw
+
+
+def replaced_names(overrides: Sequence[str]) -> set[str]:
+    """Return the keys and groups that overrides set in place of those of a run.
+
+    A mapping is merged into the group of the run, and replaces its own keys alone.
+    """
+    names = set()
+    for override in OverridesParser.create().parse_overrides(open_names(overrides, settings=True)):
+        name, value = override.key_or_group.replace("/", "."), override.value()
+        if isinstance(value, dict):
+            names |= {f"{name}.{key}" for key in flatten(value)}
+        elif not override.is_delete():
+            names.add(name)
+    return names
 
 
 def refuse_protocol(overrides: Sequence[str]) -> dict[str, str]:

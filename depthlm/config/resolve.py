@@ -12,7 +12,7 @@ import yaml
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from depthlm.config.classes import code_digests
+from depthlm.config.classes import classes_of, code_digests
 from depthlm.config.experiment import Experiment
 from depthlm.config.hydra_context import Files, available_groups, compose_raw, hydra_at_conf, state_of_files
 from depthlm.config.keys import check_fields, override_text, replace_values, value_at, value_of
@@ -190,7 +190,7 @@ def with_batch_size(config: Config) -> Config:
 
 def with_derived(config: Config, given: Set[str], overrides: Sequence[str]) -> Config:
     """Return the configuration with the width of an expert, the vocabulary, the name of the mechanism and its code."""
-    values: dict[str, Any] = {"code": code_digests(config)}
+    values: dict[str, Any] = {"code": code_digests(classes_of(config))}
     if config.backbone.mlp == "experts":
         values["size.expert_size"] = config.size.width_of_expert()
     if "size.vocab_size" not in given and tokenizer_exists(config):

@@ -12,6 +12,7 @@ import inspect
 import os
 import re
 import secrets
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -165,6 +166,10 @@ def _default(name: str, settings: Mapping[str, Any]) -> Any:
     """Return the default of a key or of a section of keys; settings: those of its group."""
     group, _, key = name.rpartition(".")
     if group in ("model.connection", "model.attention") and "_target_" in settings:
+        module = str(settings["_target_"]).rpartition(".")[0]
+        if not module.startswith("depthlm.") and module not in sys.modules:
+            # comparing imports nothing that a run names
+            return None
         parameter = inspect.signature(get_class(settings["_target_"])).parameters.get(key)
         return None if parameter is None or parameter.default is parameter.empty else parameter.default
     return value_at(_defaults(), name)

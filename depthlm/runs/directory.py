@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from depthlm.config import Config
 from depthlm.config.keys import flatten
 from depthlm.config.resolve import LENGTHS
-from depthlm.config.saved import compare, fixed_changes, load_config, signed_config_text
+from depthlm.config.saved import compare, fixed_changes, is_own, load_config, signed_config_text
 from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError
 from depthlm.files import make_folder, open_appending, read_json, read_text, read_yaml, replace_text
@@ -236,6 +236,12 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
             f"output_dir={directory}: {special.name} is neither a file nor a folder, and a run could wait for it "
             "forever; remove it, or give another directory"
         )
+    is_foreign = run.config.is_file() and not is_own(directory)
+    if is_foreign and (link := next((file for file in run.written if file.is_symlink()), None)):
+        raise UserError(
+            f"output_dir={directory}: you did not train this run on this machine, and {link.name} in it is a link; "
+            "replace it by what it leads to, or remove it"
+        )
     if foreign := foreign_file(run):
         raise UserError(
             f"output_dir={directory}: this is no run directory, and a run would overwrite {foreign.name} in it; give "
@@ -272,8 +278,7 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
 
 def special_file(run: RunDirectory) -> Path | None:
     """Return a pipe, socket or device in place of a file that a run reads or writes, or None."""
-    files = (*run.written, run.lock, run.saved)
-    return next((file for file in files if file.exists() and not (file.is_file() or file.is_dir())), None)
+    return next((file for file in run.written if file.exists() and not (file.is_file() or file.is_dir())), None)
 
 
 def foreign_file(run: RunDirectory) -> Path | None:

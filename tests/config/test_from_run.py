@@ -173,6 +173,14 @@ def test_changes_list_only_settings_that_affect_the_result_and_a_fork_has_a_new_
     assert forked.output_dir != BASE
 
 
+def test_a_mapping_is_merged_into_the_group_of_the_run():
+    save(BASE, "optimizer=muon", "schedule=wsd", "model=mhc")
+    config = from_run("optimizer={lr: 0.01}", "schedule={warmup_ratio: 0.2}", "model={loops: 2}")
+    assert (config.optimizer.name, config.optimizer.lr) == ("muon", 0.01)
+    assert (config.schedule.name, config.schedule.warmup_ratio) == ("wsd", 0.2)
+    assert (config.model.name, config.model.loops) == ("mhc", 2)
+
+
 def test_all_mistakes_are_reported_together():
     save(BASE)
     given = {

@@ -17,6 +17,7 @@ from depthlm.config.from_run import read_sources
 from depthlm.config.saved import compare, load_config, signed_config_text
 from depthlm.errors import UserError
 from depthlm.evaluation.evaluate import Evaluate
+from depthlm.files import read_yaml
 from depthlm.optimizers import Optimizer
 from depthlm.runs.directory import check_run_directory
 
@@ -38,6 +39,22 @@ def test_only_modules_of_depthlm_and_trusted_ones_are_imported():
             check_trusted({"optimizer": target}, ["min"], "run")
     with pytest.raises(UserError, match=r"run: model\.connection\._target_ names no class \(None\)"):
         check_trusted({"model.connection": "None"}, (), "run")
+
+
+def test_comparing_configurations_imports_no_class(tmp_path, monkeypatch):
+    (tmp_path / "theirs.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    named = {"model": {"connection": {"_target_": "theirs.C"}}}
+    with_more = {"model": {"connection": {"_target_": "theirs.C", "n": 1}}}
+    assert compare(named, with_more) == {"model.connection.n": "the run has None, this command gives 1"}
+
+
+@pytest.mark.parametrize("text", ["seed: !!bool x", "seed: !!int ''", "seed: !!python/object/apply:pathlib.Path [a]"])
+def test_a_configuration_with_a_tag_is_refused(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"config\.yaml cannot be read \(the tag tag:yaml.org,2002:"):
+        load_config(tmp_path)
+    assert read_yaml(tmp_path / "config.yaml") == {}
 
 
 def test_the_hint_on_trust_works_as_printed():

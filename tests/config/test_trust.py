@@ -98,6 +98,9 @@ def test_what_the_run_of_somebody_else_names_is_refused_until_it_is_given_or_tru
     mine = f"{tmp_path}/mine"
     given = [f"data.source={mine}", f"data.validation.more.source={mine}", "evaluation.tasks=[python_words]"]
     assert refused(run, *given) == {"tracker.entity"}
+    # a mapping replaces its own keys alone
+    assert refused(run, "evaluation={limit: 3}", "tracker={tensorboard: true}") == names
+    assert refused(run, "evaluation={tasks: [python_words]}") == names - {"evaluation.tasks"}
     config = depthlm.compose([f"run={run}", *given, "tracker=none", "training.max_steps=10"])
     assert (config.data.source, config.tracker.entity) == (mine, None)
     # without checks of this machine, nothing reaches beyond the run
