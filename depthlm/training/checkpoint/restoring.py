@@ -18,10 +18,13 @@ from pathlib import Path
 
 import torch
 
+from depthlm.build import build_model
 from depthlm.config import Config
-from depthlm.config.saved import compare
+from depthlm.config.keys import validate_values
+from depthlm.config.saved import compare, of_this_version
 from depthlm.distributed.process_group import gather, on_rank_0
 from depthlm.errors import UserError
+from depthlm.optimizers.build import parameter_groups
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import checkpoint_of, newest_checkpoint, read_manifest, remove_leftovers
 from depthlm.runs.manifest import CheckpointError, Manifest, Progress
@@ -172,7 +175,20 @@ def _check_fork(path: Path, manifest: Manifest, config: Config) -> None:
             f"fork_from={path}: its weights and optimizer fit only the same model, optimizer and precision:\n{lines}\n"
             f"Use the same settings, or start with its weights alone: init_from={path.parent.parent}"
         )
+    if any(name.startswith(("optimizer.", "parametrization.")) for name in differences):
+        saved, _ = validate_values(of_this_version(manifest.config))
+        if saved is not None and _group_names(saved) != _group_names(config):
+            raise UserError(
+                f"fork_from={path}: its optimizer has other groups of parameters, since optimizer.groups, "
+                "optimizer.weight_decay or parametrization differ. Give those of the run, or start with its weights "
+                f"alone: init_from={path.parent.parent}"
+            )
     for name, words in differences.items():
         if name == "fork_from":
             continue
         log.info("forked with another setting: %s: %s", name, words)
+
+
+def _group_names(config: Config) -> list[list[str]]:
+    """Return the names of the parameters in each group of the optimizer, whose states are loaded in this order."""
+    return [group["names"] for group in parameter_groups(build_model(config, "meta"), config.optimizer)]

@@ -36,6 +36,8 @@ from depthlm.training.engine.sharding import (
 )
 from depthlm.training.plan import Plan
 
+# settings of the scaler of fp16, which a checkpoint contains beside its state
+SCALER_KEYS = ("scale_window", "min_scale", "delayed_shift")
 # what our parameter groups have besides the arguments of the class, and what DeepSpeed's groups of experts have
 GROUP_KEYS = {"names", "kind", "lr", "lr_scale", "weight_decay", "moe", "name"}
 
@@ -190,8 +192,10 @@ class Engine:
         The optimizer groups keep the settings of the engine. saved_experts: for a checkpoint that must be
         repartitioned, over how many ranks it spreads the experts; None: the ranks are those that wrote it.
         """
-        optimizer = self.optimizer
-        configured = settings_of(optimizer)
+        optimizer, zero = self.optimizer, self.zero
+        configured, clipping = settings_of(optimizer), getattr(zero, "clip_grad", None)
+        scaler = getattr(zero, "loss_scaler", None)
+        limits = {name: getattr(scaler, name) for name in SCALER_KEYS if hasattr(scaler, name)}
         spread = spread_weights(self.model) or experts.spread_files(checkpoint / STATE)
         load = (lambda **_: experts.load_weights(checkpoint, self.model)) if spread else None
         with contextlib.ExitStack() as stack:
@@ -211,6 +215,10 @@ class Engine:
         if spread and self.reducer is not None:
             experts.load_states(checkpoint, optimizer, self.model)
         # a fork may have other settings, and experts may have been spread
+        if zero is not None and clipping is not None:
+            zero.clip_grad = clipping
+        for name, limit in limits.items():
+            setattr(getattr(zero, "loss_scaler", None), name, limit)
         for group, settings in zip(optimizer.param_groups, configured, strict=True):
             for key in GROUP_KEYS & group.keys() - settings.keys():
                 del group[key]

@@ -12,6 +12,7 @@ from depthlm.files import read_json
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
+from depthlm.training.engine import Engine
 
 from ..run_files import curve, losses, weights
 
@@ -87,6 +88,16 @@ def test_a_fork_continues_from_the_state_with_other_settings(train_run, small_ru
     assert not (tmp_path / "no-longer").exists()
 
 
+def test_a_fork_clips_gradients_as_its_own_settings_say(train_run, monkeypatch):
+    source = train_run("deepspeed=zero1", "training.max_steps=1", "training.gradient_clipping=1", name="source")
+    load, clipped = Engine.load_state, []
+    monkeypatch.setattr(
+        Engine, "load_state", lambda self, *arguments: (load(self, *arguments), clipped.append(self.zero.clip_grad))
+    )
+    train_run("deepspeed=zero1", "training.max_steps=2", "training.gradient_clipping=0.1", f"fork_from={source}")
+    assert clipped == [0.1]
+
+
 def test_a_fork_that_cannot_use_the_state_or_has_no_valid_checkpoint_is_refused_before_the_model_is_built(
     trained, small_run, tmp_path, monkeypatch
 ):
@@ -97,6 +108,7 @@ def test_a_fork_that_cannot_use_the_state_or_has_no_valid_checkpoint_is_refused_
         ("model=mhc", "model.connection"),
         ("size.num_layers=1", "size.num_layers: the run has 2"),
         ("optimizer=muon", "optimizer._target_: the run has torch.optim.AdamW"),
+        ("optimizer.groups.embedding.weight_decay=0", "its optimizer has other groups of parameters"),
     ):
         with pytest.raises(UserError, match=rf"(?s){words}.*init_from={source}"):
             train(depthlm.compose(small_run(fork, change, name="next")))
