@@ -98,7 +98,9 @@ class MemoryEstimator:
 
     def has_graphs(self, stage: int) -> bool:
         """Return whether a run may replay CUDA graphs (`training.cuda_graphs`)."""
-        return self.device == "cuda" and stage == 0 and self.config.training.cuda_graphs is not False
+        training, spread = self.config.training, self.config.deepspeed.experts > 1
+        excluded = stage > 0 or spread or training.profile or training.cuda_graphs is False
+        return self.device == "cuda" and not excluded
 
     def states(self, stage: int, ranks: int, accumulation: int = 1) -> Memory:
         """Return the memory under a ZeRO stage (arXiv 1910.02054) that does not depend on the micro-batch.
@@ -136,7 +138,9 @@ class MemoryEstimator:
             bucket += width * min(total, GATHERED)
         offloaded = 0.0
         if stage == 3 and sharding.offload == "cpu" and self.device != "cpu":
-            offloaded, weights, optimizer = weights + optimizer, 0.0, 0.0
+            # the update is on the CPU too
+            offloaded = weights + optimizer + gradients + flat
+            weights = optimizer = gradients = flat = 0.0
         flat += self._waste(flat)
         return Memory(weights, gradients, optimizer, flat, bucket, self.process, offloaded)
 

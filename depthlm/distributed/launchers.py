@@ -67,7 +67,9 @@ def device_index(ranks: Ranks, visible: int) -> int:
 
     Raises UserError if several ranks would share a GPU.
     """
-    if visible == 1:
+    # torchrun and deepspeed show every process the same ones, unless a script between them sets this variable
+    is_own = ranks.launcher == "srun" or "CUDA_VISIBLE_DEVICES" in os.environ
+    if visible == 1 and (is_own or ranks.local_world_size == 1):
         return 0
     if visible < ranks.local_world_size:
         raise UserError(

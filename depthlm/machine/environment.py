@@ -114,8 +114,9 @@ class Threads(NamedTuple):
 def threads(given: int | None, launcher: str, ranks_of_node: int) -> Threads:
     """Return the CPU threads of a rank. given: training.num_threads.
 
-    Without it, OMP_NUM_THREADS decides, then the cores that srun bound the rank to, then its share of those of the
-    node. torchrun sets OMP_NUM_THREADS to 1 for several ranks, which nobody asked for, so that value does not count.
+    Without it, OMP_NUM_THREADS decides, then SLURM_CPUS_PER_TASK or the cores that srun bound the rank to, then its
+    share of those of the node. torchrun sets OMP_NUM_THREADS to 1 for several ranks, which nobody asked for, so that
+    value does not count.
     """
     if given is not None:
         return Threads(given, "training.num_threads")
@@ -124,6 +125,9 @@ def threads(given: int | None, launcher: str, ranks_of_node: int) -> Threads:
         return Threads(int(chosen), "OMP_NUM_THREADS")
     if ranks_of_node == 1:
         return Threads(cores(), "all cores of this process")
+    per_task = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    if launcher == "srun" and per_task.isdigit():
+        return Threads(max(1, min(int(per_task), cores())), "SLURM_CPUS_PER_TASK")
     if launcher == "srun" and cores() < (os.cpu_count() or 1):
         return Threads(cores(), "the cores that srun bound it to")
     return Threads(

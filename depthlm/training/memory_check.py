@@ -78,7 +78,8 @@ def what_fits(estimator: MemoryEstimator, config: Config, ranks: Ranks, availabl
     configured = training.micro_batch_size or share
     sizes = [size for size in range(1, configured + 1) if share % size == 0]
     highest = 2 if training.compile is True or sharding.experts > 1 else 3
-    if world == 1 or config.optimizer.needs_matrices:
+    in_fp32 = config.precision.fp32_residual and config.precision.name != "fp32"
+    if world == 1 or config.optimizer.needs_matrices or in_fp32:
         highest = sharding.stage
     given = training.activation_checkpointing
     # compiled sublayers cannot be recomputed selectively

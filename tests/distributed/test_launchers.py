@@ -101,15 +101,21 @@ def test_all_tasks_of_a_step_share_a_port_and_the_next_job_has_another(job, step
     assert port(job, 0) != port(job + 1, 0)
 
 
-def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one():
+def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     third = Ranks(7, 3, 8, 4, "srun")
     assert device_index(third, 8) == device_index(third, 4) == 3
     assert device_index(third, 1) == 0
     with pytest.raises(UserError, match=r"4 ranks on this node, but 2 GPUs are visible.*start at most 2"):
         device_index(third, 2)
     # this rank has a GPU, but the last rank of the node would have none
-    with pytest.raises(UserError, match="3 GPUs are visible"):
-        device_index(Ranks(4, 0, 8, 4, "torchrun"), 3)
+    first = Ranks(4, 0, 8, 4, "torchrun")
+    for visible in (3, 1):
+        with pytest.raises(UserError, match=f"4 ranks on this node, but {visible} GPU"):
+            device_index(first, visible)
+    # a script of the user may show each process its own
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    assert device_index(first, 1) == 0
 
 
 def test_deepspeed_gets_the_device_and_the_launcher_is_remembered(monkeypatch):

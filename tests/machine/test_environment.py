@@ -82,12 +82,16 @@ def test_an_unusable_gpu_is_an_error_unless_the_cpu_is_requested(machine):
     ],
 )
 def test_the_number_of_threads_has_a_reason(monkeypatch, given, launcher, local_ranks, variable, text):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(environment, "cores", lambda: 8)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     if variable is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     assert str(environment.threads(given, launcher, local_ranks)) == text
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "6")
+    if launcher == "srun":
+        assert environment.threads(given, launcher, local_ranks).number == 6
 
 
 def test_an_unknown_device_has_no_peak():

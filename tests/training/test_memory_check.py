@@ -8,10 +8,10 @@ import torch
 import depthlm
 from depthlm.accounting.memory import MemoryEstimator
 from depthlm.config import Config
-from depthlm.distributed.launchers import SINGLE_RANK
+from depthlm.distributed.launchers import SINGLE_RANK, Ranks
 from depthlm.errors import UserError
 from depthlm.training import memory_check, train
-from depthlm.training.memory_check import check_memory
+from depthlm.training.memory_check import check_memory, what_fits
 
 from ..options import configuration
 
@@ -42,6 +42,16 @@ def test_suggested_settings_fit_and_include_the_largest_micro_batch():
         memory = check_memory(small(*overrides), SINGLE_RANK, GPU, available)
         assert memory is not None
         assert memory.total <= available
+
+
+def test_no_stage_is_suggested_that_the_settings_exclude():
+    estimator = MemoryEstimator(small(), "cuda")
+    ranks, available = Ranks(0, 0, 8, 8, "torchrun"), int(estimator.estimate(0, 8, 1, 2).total) + 1
+    stages = [
+        any("deepspeed" in text for text in what_fits(estimator, small(*overrides), ranks, available))
+        for overrides in ([], ["precision.fp32_residual=true"])
+    ]
+    assert stages == [True, False]
 
 
 def test_where_nothing_fits_the_error_says_so_and_ignore_warns_only(caplog):
