@@ -44,7 +44,7 @@ class Generate:
     top_p: float | None = key(
         None, "sample only from the fewest tokens with this total probability", above=0, maximum=1
     )
-    seed: int = key(1, "seed of the sampling", minimum=0)
+    seed: int = key(1, "seed of the sampling", minimum=0, maximum=2**63 - 1)
     batch_size: int = key(16, "prompts of a file per batch", minimum=1)
     prefill_chunk: int | None = key(None, "tokens of the prompts per forward pass; null: all at once", minimum=1)
     precision: Literal["fp32", "bf16"] = key("fp32", "dtype of the computation")
@@ -144,7 +144,7 @@ def _print_stream(prompt: str, texts: Iterator[str]) -> None:
 def _lines(file: Path) -> dict[int, str]:
     """Return the lines with a prompt, by their number in the file."""
     try:
-        all_lines = file.read_text(encoding="utf-8").split("\n")
+        all_lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prompts={file}: cannot be read ({error})") from None
     lines = {number: line for number, line in enumerate(all_lines, start=1) if line.strip()}

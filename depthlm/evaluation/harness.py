@@ -47,7 +47,8 @@ class Job:
 
     def is_in(self, results: dict[str, Any]) -> bool:
         """Return whether results have those of this job."""
-        return self.key in results or any(name.startswith(f"{self.key}/") for name in results)
+        known = [name for name, score in results.items() if score is not None]
+        return self.key in known or any(name.startswith(f"{self.key}/") for name in known)
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def averages(names: Sequence[str], results: dict[str, Any]) -> dict[str, float]:
         return {}
     found = {}
     for prefix in dict.fromkeys(key.partition("/")[0] for key in results if "_shot/" in key):
-        values = [results[key] for name in suite.tasks if (key := f"{prefix}/{name}") in results]
+        values = [score for name in suite.tasks if (score := results.get(f"{prefix}/{name}")) is not None]
         if len(values) == len(suite.tasks):
             found[f"{prefix}/average"] = sum(values) / len(values)
     return found

@@ -112,7 +112,7 @@ def record_results(config: Config, row: Mapping[str, Any]) -> None:
     """Write the results of the last checkpoint, which its row has, to evaluation.json."""
     # a score on a part of the questions is not the task's score
     names = [key for key in row if key.startswith("evaluation/") or ("_shot/" in key and row.get(LIMIT) is None)]
-    results = {name: row[name] for name in names if name != LIMIT}
+    results = {name: row[name] for name in names if name != LIMIT and row[name] is not None}
     if not results:
         return
     try:
@@ -196,13 +196,16 @@ def _results(
     lm_eval.api.task.tqdm = partial(tqdm, disable=True)
     names, limit = config.evaluation.tasks or [], config.evaluation.limit
     lm, manager = SharedLM(call, ranks), task_manager(names)
+    # scores on another number of questions go when the first new one comes
+    stale = dict.fromkeys(key for key in known if "_shot/" in key) if known.get(LIMIT) != limit else {}
     for job in jobs:
         try:
             scores: dict[str, Any] = run_job(lm, job, manager, limit)
-            yield scores | ({LIMIT: limit} if known.get(LIMIT) != limit else {})
+            yield stale | scores | ({LIMIT: limit} if known.get(LIMIT) != limit else {})
+            stale = {}
         except Exception as error:
             log.warning("%s cannot be evaluated (%s); training continues", job.key, error)
-    if missing := {key: value for key, value in averages(names, known).items() if key not in known}:
+    if missing := {key: value for key, value in averages(names, known).items() if known.get(key) is None}:
         yield missing
 
 
@@ -218,6 +221,6 @@ def _missing_jobs(config: Config, row: Mapping[str, Any]) -> list[Job]:
 
 
 def _text(results: Mapping[str, float | None]) -> str:
-    numbers = {key: value for key, value in results.items() if key != LIMIT}
+    numbers = {k: v for k, v in results.items() if k != LIMIT and not ("_shot/" in k and v is None)}
     texts = {key: "not finite" if value is None else f"{value:.4f}" for key, value in numbers.items()}
     return ", ".join(f"{key} {text}" for key, text in texts.items())

@@ -109,7 +109,7 @@ def _choose(logits_bv: Tensor, settings: Sampling) -> Tensor:
     logits_bv = logits_bv[:, :vocab_size]
     if temperature == 0:
         return logits_bv.argmax(dim=-1, keepdim=True)
-    sorted_bv, index_bv = (logits_bv / temperature).sort(dim=-1, descending=True)
+    sorted_bv, index_bv = ((logits_bv - logits_bv.amax(-1, keepdim=True)) / temperature).sort(dim=-1, descending=True)
     if top_k is not None:
         sorted_bv[:, top_k:] = -torch.inf
     probabilities_bv = sorted_bv.softmax(dim=-1)

@@ -337,7 +337,7 @@ class Trainer:
             lambda: self.request.name is not None,
             self.device,
         )
-        if results := {key: value for key, value in self.metrics.last.items() if key not in row}:
+        if results := {key: value for key, value in self.metrics.last.items() if row.get(key) != value}:
             self.trackers.write({"step": step} | results)
         self.check_directory()
         if stopped:

@@ -43,7 +43,7 @@ def test_top_k_and_top_p_sample_only_from_the_tokens_they_keep(model):
 def test_ids_that_the_tokenizer_lacks_are_not_chosen(model):
     prompt = PROMPT[:1].expand(100, -1)
     best = int(model(PROMPT[:1])[0, -1, :5].argmax())
-    for temperature, chosen in ((0.0, {best}), (5.0, {0, 1, 2, 3, 4})):
+    for temperature, chosen in ((0.0, {best}), (1e-40, {best}), (5.0, {0, 1, 2, 3, 4})):
         generator = torch.Generator().manual_seed(0)
         drawn = generate(model, prompt, 1, temperature=temperature, generator=generator, vocab_size=5)[:, -1]
         assert set(drawn.tolist()) == chosen

@@ -132,6 +132,12 @@ def test_a_stop_during_an_evaluation_is_resumed_with_the_task_that_is_missing(
     assert rows(tmp_path / "run") == rows(undisturbed)
 
 
+def test_scores_on_another_number_of_questions_are_replaced(overrides, undisturbed, tmp_path):
+    few = overrides("evaluation.limit=1", "training.stop_after=4")
+    assert [train(depthlm.compose(given)) for given in (few, overrides())] == [0, 0]
+    assert rows(tmp_path / "run")[4] == rows(undisturbed)[4] | {online.LIMIT: None}
+
+
 def test_a_mistake_is_reported_before_the_first_step(small_run, token_folder, tmp_path):
     missing = tmp_path / "task.yaml"
     missing.write_text("task: nothing\ndataset_path: json\ndataset_kwargs: {data_files: {test: /nowhere.jsonl}}\n"
