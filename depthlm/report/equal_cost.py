@@ -12,7 +12,7 @@ from depthlm.report.rows import FACTS, Row, measure_column
 from depthlm.report.scaling_laws import VIEWS, curves, savings, savings_table
 from depthlm.report.sweep import Sweep, references_text
 from depthlm.report.tables import DASH, Table, cells, markdown, number_text
-from depthlm.runs.plots import grid, legend_below, log_ticks, save, short, subplots
+from depthlm.runs.plots import distinct, grid, legend_below, log_ticks, save, subplots
 from depthlm.runs.records import RunRecord, finite
 
 # tokens of the sequence that is generated
@@ -27,10 +27,10 @@ COSTS = VIEWS | {
     "generation": Column(title=f"memory of generation (MB, {CONTEXT:,} tokens)", metric="generation_bytes", scale=1e6),
 }
 LEGEND = (
-    "Costs are multiples of the reference's, mean over seeds. Training time: tokens over tokens per second, so it only "
-    "compares runs of one kind of machine; unknown where the logged speeds of a run do not determine it within "
-    f"{PRECISION:.0%}. Memory of generation: parameters and the KV cache of one sequence of {CONTEXT:,} tokens, both "
-    "in 16 bits. Bars in the figure: 95% intervals over seeds."
+    "Costs are multiples of the reference's, mean over seeds. Training time: tokens over tokens per second, without "
+    "the first logged steps, which compile, so it only compares runs of one kind of machine; unknown where the logged "
+    f"speeds of a run do not determine it within {PRECISION:.0%}. Memory of generation: parameters and the KV cache of "
+    f"one sequence of {CONTEXT:,} tokens, both in 16 bits. Bars in the figure: 95% intervals over seeds."
 )
 
 
@@ -41,24 +41,24 @@ def with_costs(sweep: Sweep) -> Sweep:
 
 
 def _with_costs(run: RunRecord) -> RunRecord:
-    tokens, speed = run.number("tokens"), run.number("tokens_per_second")
+    tokens, seconds_per_token = run.number("tokens"), _steady_time(run)
     parameters, cached = run.number("parameters"), run.number("cache_bytes_per_token")
     derived = {}
-    if tokens and speed and _is_steady(run):
-        derived["training_seconds"] = tokens / speed
+    if tokens and seconds_per_token:
+        derived["training_seconds"] = tokens * seconds_per_token
     if parameters and cached is not None:
         derived["generation_bytes"] = PARAMETER_BYTES * parameters + CONTEXT * cached
     return replace(run, summary=derived | run.summary)
 
 
-def _is_steady(run: RunRecord) -> bool:
-    """Return whether the logged speeds of a run determine its time per token."""
+def _steady_time(run: RunRecord) -> float | None:
+    """Return the mean time per token in seconds; None where the logged speeds of a run do not determine it."""
     # the first row has the time of compilation and of first allocations
     speeds = [speed for row in run.rows[1:] if (speed := finite(row.get("tokens_per_second")))]
     if len(speeds) < FEWEST_ROWS:
-        return False
+        return None
     times = [1 / speed for speed in speeds]
-    return stdev(times) / math.sqrt(len(times)) <= PRECISION * fmean(times)
+    return fmean(times) if stdev(times) / math.sqrt(len(times)) <= PRECISION * fmean(times) else None
 
 
 def cost_parts(sweep: Sweep, folder: Path) -> list[str]:
@@ -102,7 +102,7 @@ def draw_costs(sweep: Sweep, rows: Sequence[Row], path: Path) -> None:
     name, column = sweep.first
     numbers = sweep.pooled_numbers()
     series = [each for each in sweep.series if any(row in rows for row in each.rows)]
-    styles = style_of([mechanism_of(each.rows[0]) for each in series])
+    styles, names = style_of([mechanism_of(each.rows[0]) for each in series]), distinct([each.name for each in series])
     shown = [cost for cost in COSTS.values() if any(measure_column(row, cost) is not None for row in rows)]
     rows_of_panels = math.ceil(len(shown) / 2)
     figure, axes = subplots(2, 9.6, 0.6 + 3.6 * rows_of_panels, rows=rows_of_panels, sharey=True)
@@ -110,13 +110,13 @@ def draw_costs(sweep: Sweep, rows: Sequence[Row], path: Path) -> None:
     for empty in panels[len(shown) :]:
         empty.remove()
     for panel, cost in zip(panels, shown, strict=False):
-        for each, style in zip(series, styles, strict=True):
+        for each, style, label in zip(series, styles, names, strict=True):
             pairs = [(measure_column(row, cost), numbers[row.label]) for row in each.rows]
             points = [(x.mean, y.mean, y.interval or 0.0) for x, y in pairs if x is not None and y is not None]
             if points:
                 panel.errorbar(
                     *zip(*points, strict=True), fmt=style.marker, color=style.colour,
-                    ms=7, mec="white", mew=0.6, elinewidth=1.2, label=short(each.name), zorder=3,
+                    ms=7, mec="white", mew=0.6, elinewidth=1.2, label=label, zorder=3,
                 )  # fmt: skip
         panel.set_xscale("log")
         log_ticks(panel.xaxis, panel.get_xlim(), counts=True)

@@ -142,8 +142,10 @@ def _chooses(config: Mapping[str, Any]) -> bool:
 
 def _point(config: Mapping[str, Any], parts: dict[str, str]) -> Point:
     """Return the point of a run with these settings, without overrides."""
-    groups = {key.removesuffix(".name"): override_text(value) for key, value in config.items() if key.endswith(".name")}
-    fixed = {key: override_text(value) for key, value in config.items() if on_resume(key) == "fixed"}
+    # the code of a mechanism follows from it, and an experiment is no setting
+    settings = {key: value for key, value in config.items() if not f"{key}.".startswith(("code.", "experiment."))}
+    groups = {key.removesuffix(".name"): override_text(v) for key, v in settings.items() if key.endswith(".name")}
+    fixed = {key: override_text(value) for key, value in settings.items() if on_resume(key) == "fixed"}
     return Point([], groups | fixed, parts)
 
 

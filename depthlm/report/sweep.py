@@ -159,6 +159,8 @@ class Sweep:
     def reference_of(self, row: Row) -> Row | None:
         """Return the baseline's row with which a row is compared: of the same task, with the most settings in common.
 
+        Of several, it is the one with the most seeds in common.
+
         Where no row is the baseline, it is the first row of the same task. None where there is no row to compare with.
         """
         task = self.task_of(row)
@@ -172,7 +174,11 @@ class Sweep:
         ]
         if not baselines:
             return next(iter(alike), None)
-        return max(alike, key=lambda other: len(row.settings.items() & other.settings.items()), default=None)
+        return max(
+            alike,
+            key=lambda other: (len(row.settings.items() & other.settings.items()), len({*row.seeds} & {*other.seeds})),
+            default=None,
+        )
 
     @property
     def tasks(self) -> list[list[Row]]:

@@ -90,8 +90,12 @@ def log_ticks(axis: Any, limits: tuple[float, float], counts: bool = False) -> N
 
 
 def short(text: str, width: int = 44) -> str:
-    """Return text for a legend or a title, truncated where it is long, with dollar signs escaped."""
+    """Return text for a legend or a title, truncated where it is long, with dollar signs escaped.
+
+    A legend would leave out text with an underscore first.
+    """
     text = " ".join(text.split())
+    text = f" {text}" if text.startswith("_") else text
     return (text if len(text) <= width else f"{text[: width - 1]}…").replace("$", r"\$")
 
 

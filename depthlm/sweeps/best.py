@@ -206,15 +206,16 @@ def _unlike_sets(runs: Sequence[RunRecord]) -> list[str]:
 def _wider(grid: Mapping[Value, Point], means: Mapping[Value, float], best: Value) -> dict[Value, Point]:
     """Return the value that the grid gains because the best one is at its edge, with a point that has it; else {}.
 
-    It continues the ratio of the two outermost values, with three significant digits. If these have equal means, the
-    setting has no effect, and the grid gains nothing.
+    It continues the ratio of the two outermost values, as a whole number or with three significant digits. If these
+    have equal means, the setting has no effect, and the grid gains nothing.
     """
     texts, name = sort_values(grid), grid[best].best_over
     edge = texts[:2] if best == texts[0] else texts[:-3:-1] if best == texts[-1] else []
     numbers = [number for text in edge if (number := as_number(text or "")) and 0 < number < math.inf]
     if len(numbers) < 2 or (math.isfinite(means[best]) and means.get(edge[1]) == means[best]):
         return {}
-    beyond = normal_value(name, f"{numbers[0] * numbers[0] / numbers[1]:.3g}")
+    product = numbers[0] * numbers[0] / numbers[1]
+    beyond = normal_value(name, str(int(product)) if product.is_integer() else f"{product:.3g}")
     if beyond not in texts:
         # a value that the configuration refuses is not added
         with suppress(ConfigError):

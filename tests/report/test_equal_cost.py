@@ -66,7 +66,11 @@ def test_a_training_time_that_the_logged_speeds_do_not_determine_is_unknown():
     rows = [json.loads(line) for line in Path(directories[1], "metrics.jsonl").read_text().splitlines()]
     varying = [row | {"tokens_per_second": 1000 * (1 + row["step"] % 2)} for row in rows]
     Path(directories[1], "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in varying))
+    # the first steps compile
+    slow = [row | {"tokens_per_second": 10.0} if row["step"] == 1 else row for row in rows]
+    Path(directories[0], "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in slow))
     sweep = with_costs(read_sweep(["model=vanilla,mhc", "seed=1"]))
+    assert sweep.rows[0].runs[0].summary["training_seconds"] == pytest.approx(40_000 / 12345)
     assert ["training_seconds" in row.runs[0].summary for row in sweep.rows] == [True, False]
     table = cost_table(sweep, sweep.rows)
     assert table is not None

@@ -57,6 +57,15 @@ def test_the_seeds_that_choose_a_setting_are_apart_from_those_that_report():
     assert {row(text, label)[0] for label in ("extended_at 20,30, seed 2", "vanilla, seed 1")} == {"1"}
 
 
+def test_a_mechanism_whose_code_the_user_wrote_is_compared_with_the_runs_of_its_seeds():
+    chosen = {"experiment": {"best_over": "optimizer.lr", "selection_seeds": [11]}, "optimizer": {"lr": 0.1}}
+    for seed, loss in ((11, 1.0), (1, 3.0), (2, 3.1)):
+        write_run(f"outputs/vanilla-tiny-seed{seed}", loss, config={"seed": seed, **chosen})
+    mine = {"seed": 2, "model": {"name": "mine"}, "code": {"my.Conn": "0"}, "experiment": {"name": "other"}}
+    write_run("outputs/mine-tiny-seed2", 3.0, config={**chosen, **mine})
+    assert row(report(["outputs"]).read_text(), "mine, my.Conn 0")[2] == "-0.1000"
+
+
 def test_runs_of_few_updates_are_called_a_trial(monkeypatch):
     for model, loss in (("vanilla", 3.0), ("mhc", 2.0)):
         for seed in (1, 2, 3):

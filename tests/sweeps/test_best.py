@@ -95,6 +95,12 @@ def test_the_best_value_is_chosen_and_the_grid_widens_at_its_edge(best, values, 
     assert len({point.directory for point in points}) == len(points)
 
 
+def test_a_grid_of_whole_numbers_widens_by_whole_numbers():
+    key = "training.batch_size"
+    overrides = [f"{key}=512,1024", "seed=1", f"experiment.best_over={key}", "experiment.widen=1"]
+    assert tried(sweep_points(overrides, read=recorded(parabola(1e9, key))), key) == [512, 1024, 2048]
+
+
 def test_each_mechanism_has_a_value_of_its_own():
     best = {"vanilla": 1e-2, "mhc": 2e-3}
     points = sweep_points(

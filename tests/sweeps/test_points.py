@@ -95,10 +95,10 @@ def test_a_value_that_no_point_has_replaces_that_of_the_points_that_others_selec
     (point,) = sweep_points(["experiment=mine/it", "model=mhc", "optimizer.lr=2e-3"], write(folder, lines))
     assert sorted(point.overrides) == ["experiment=mine/it", "model=mhc", "optimizer.lr=2e-3", "size=micro"]
     # a point starts from the one of its seed, with the settings of that
-    write(folder, MINE.replace("{label: plain,", "{label: plain, seed: [1, 2],"))
+    write(folder, MINE.replace("{label: plain,", "{label: plain, seed: [1, 2], training.max_steps: 30,"))
     (later,) = sweep_points(["experiment=mine/it", "model=moda", "seed=2"], folder)
     (plain,) = sweep_points(["experiment=mine/it", "model=vanilla", "seed=2"], folder)
-    (shorter,) = sweep_points(["experiment=mine/it", "model=moda", "seed=2", "optimizer.lr=1"], folder)
+    (shorter,) = sweep_points(["experiment=mine/it", "model=moda", "seed=2", "training.max_steps=20"], folder)
     assert all(f"init_from={plain.directory}" in point.overrides for point in (later, shorter))
     with pytest.raises(ConfigError, match="that point has no seed 7; its seeds: 1, 2"):
         sweep_points(["experiment=mine/it", "model=moda", "seed=7"], folder)

@@ -51,7 +51,7 @@ class Line:
     @property
     def label(self) -> str:
         """The label in a legend."""
-        return f"{short(self.name)}, the paper's" if self.hollow else short(self.name)
+        return f"{self.name}, the paper's" if self.hollow else self.name
 
 
 def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
@@ -149,9 +149,10 @@ def _lines(
         return replace(_mark(sweep, row, hollow, ours), ringed=row.label in ringed)
 
     styles = style_of([mechanism_of(series.rows[0]) for series in sweep.series])
+    names = distinct([series.name for series in sweep.series])
     lines = [
-        Line(series.name, style, [mark(row) for row in series.rows], hollow)
-        for series, style in zip(sweep.series, styles, strict=True)
+        Line(name, style, [mark(row) for row in series.rows], hollow)
+        for name, series, style in zip(names, sweep.series, styles, strict=True)
     ]
     return [line for line in lines if any(math.isfinite(mark.y) for mark in line.marks)]
 
