@@ -99,11 +99,16 @@ class Tokenizer:
 
     @cached_property
     def unknown(self) -> int | None:
-        """The id of the token that stands for text which the tokenizer does not know; None if there is none."""
+        """The id of the token that stands for text which the tokenizer does not know; None if there is none.
+
+        The end of text stands for no text.
+        """
         model = self._encoder.model
         if isinstance(model, models.Unigram):
-            return json.loads(self.text)["model"].get("unk_id")
-        return None if model.unk_token is None else self._encoder.token_to_id(model.unk_token)
+            unknown = json.loads(self.text)["model"].get("unk_id")
+        else:
+            unknown = None if model.unk_token is None else self._encoder.token_to_id(model.unk_token)
+        return None if unknown == self.end_of_text else unknown
 
     @property
     def drops_unknown(self) -> bool:

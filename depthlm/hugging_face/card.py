@@ -128,7 +128,8 @@ def metadata(config: Config, results: Results, license: str | None) -> ModelCard
     evaluations = [
         EvalResult(
             task_type="text-generation",
-            dataset_type=sources.get(name, config.data).hub or name,
+            dataset_type=sources.get(name, config.data).hub or config.data.hub or name,
+            dataset_config=sources.get(name, config.data).subset or name,
             dataset_name=f"{name} (validation)",
             metric_type=metric,
             metric_name=f"validation {metric}",

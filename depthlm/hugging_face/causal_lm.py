@@ -256,6 +256,9 @@ class CausalLM(PreTrainedModel, GenerationMixin):
                 setattr(module, name, nn.Parameter(rows, parameter.requires_grad))
         self.decoder.size, self.config.size = size, asdict(size)
         self.config.vocab_size = size.vocab_size
+        if (generation := self.generation_config) is not None and generation.suppress_tokens:
+            # tokens that were added have ids with which the vocabulary was padded
+            generation.suppress_tokens = [id for id in generation.suppress_tokens if id >= wanted] or None
         return self.decoder.embedding
 
     def _set_gradient_checkpointing(self, enable: bool = True, every_n_layers: int = 1, **_: Any) -> None:

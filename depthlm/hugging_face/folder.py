@@ -16,6 +16,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -262,7 +263,7 @@ def flatten(module: str, packages: set[str]) -> tuple[str, list[str]]:
         raise UserError(f"{module}: not a file of Python code, so an export cannot include it")
     file = Path(spec.origin)
     text = file.read_text(encoding="utf-8")
-    tree, lines, needed = ast.parse(text), text.splitlines(keepends=True), []
+    tree, lines, needed = ast.parse(text), re.split(r"(?<=\n)", text), []
     # transformers does not require packages that are imported inside a `try`
     optional = {id(node) for outer in ast.walk(tree) if isinstance(outer, ast.Try) for node in ast.walk(outer)}
     for node in ast.walk(tree):

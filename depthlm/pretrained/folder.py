@@ -286,7 +286,7 @@ def import_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]
     backbone = native.backbone | DEFAULTS | {"norm_eps": native.norm_eps, "mixers": ["attention"]}
     backbone |= {name: config[hf_name] for name, hf_name in KEYS.items() if hf_name in config}
     backbone |= {} if theta is None else {"rope_theta": theta}
-    return {"size": size, "backbone": backbone, "model": {"name": "vanilla"}}, unsupported
+    return {"size": size, "backbone": backbone, "model": {"name": "vanilla", "loops": 1}}, unsupported
 
 
 def import_name(model_type: str, name: str) -> str:

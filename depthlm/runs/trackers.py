@@ -239,7 +239,8 @@ def start_wandb(
                 project=config.project,
                 entity=config.entity,
                 group=config.group or settings["experiment"]["name"] or None,
-                tags=[*dict.fromkeys([*(settings[group]["name"] for group in TAGS), *config.tags])],
+                # W&B refuses other tags
+                tags=[*dict.fromkeys(t[:64] for t in (*(settings[g]["name"] for g in TAGS), *config.tags) if t)],
                 name=directory.name,
                 # WANDB_RUN_ID would be that of every run of a shell or a sweep, which the server would take for one run
                 id=run_id or secrets.token_hex(4),

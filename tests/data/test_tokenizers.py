@@ -224,6 +224,12 @@ def test_an_unknown_token_that_is_the_end_of_text_is_refused_where_it_occurs():
         tokenizer.encode_batch(["the dog"])
 
 
+def test_the_end_of_text_is_no_unknown_text():
+    text = json.loads(text_of("byte_level"))
+    text["model"]["unk_token"] = "</s>"
+    assert Tokenizer(json.dumps(text), end_of_text="</s>").unknown is None
+
+
 DOCUMENT = "".join(f"the cat{'s' * (k % 3)}\n{' ' * (k % 4)}a </s> in{'  ' * (k % 2)} the hat\n\n" for k in range(40))
 
 

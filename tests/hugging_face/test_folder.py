@@ -102,7 +102,8 @@ def test_only_imports_of_copied_code_are_changed(tmp_path, monkeypatch):
         "import math, json\nfrom typing import (\n    Any,\n)\n"
         "try:\n    import absent\nexcept ImportError:\n    pass\n"
         "from depthlm.model.shape import (\n    SublayerSpec as Where,\n)\n"
-        "def f():\n    from .part import X\n    return X\n"
+        # neither ends a line of Python
+        "\x0c\nNAME = '\u2028'\ndef f():\n    from .part import X\n    return X\n"
     )
     (package / "main.py").write_text(text)
     (tmp_path / "beside.py").write_text("from reader.main import f\n")

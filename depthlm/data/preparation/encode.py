@@ -211,7 +211,8 @@ def cut(text: str, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
     characters, and such a cut changes no ids farther away.
     """
     start = 0
-    while len(text) - start > LONGEST:
+    # what is left has enough places
+    while len(text) - start > 2 * LONGEST:
         earliest = start + LONGEST
         places = (islice(place.finditer(text, earliest, earliest + LONGEST), TRIES) for place in PLACES)
         ends = (match.end() for match in chain.from_iterable(places))
