@@ -18,7 +18,6 @@ from depthlm.config.from_run import (
     place_derived,
     read_sources,
     refuse_protocol,
-    replaced_names,
 )
 from depthlm.config.hydra_context import Files, compose_raw, hydra_at_conf, ignored_files, keep_text, state_of_files
 from depthlm.config.keys import check_fields, replace_values
@@ -51,7 +50,7 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None,
     config, saved = _compose_sources(sources)
     if here and saved is not None and sources.run is not None:
         # what the overrides set is not taken from the run
-        named = tuple(f"{name}." for name in replaced_names(sources.overrides))
+        named = tuple(f"{name.replace('/', '.')}." for name in given_names(sources.overrides))
         check_reach(sources.run, saved, sources.trust, lambda name: not f"{name}.".startswith(named))
     return _resolve_and_check(config, saved, sources, here)
 

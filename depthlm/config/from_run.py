@@ -1,15 +1,17 @@
 """Configurations that Hydra does not compose: `run=<directory>` with overrides on top, and `config=<file>` alone."""
 
 from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from depthlm.config.classes import check_trusted, targets
-from depthlm.config.hydra_context import apply_values, available_groups, compose_raw, open_names
+from depthlm.config.hydra_context import apply_values, available_groups, compose_raw, open_names, value_text
 from depthlm.config.keys import flatten
 from depthlm.config.names import by_name, changed_settings, given_names, importance, is_difference, join_name
 from depthlm.config.resolve import LENGTHS
@@ -68,7 +70,21 @@ def read_sources(overrides: Sequence[str], config_dir: str | Path | None = None)
     run, file = (Path(paths[0]) if paths else None for paths in (runs, files))
     # from scratch, trust= is a mistake
     given = GIVEN if runs or files else ()
-    return Sources([text for text in overrides if not text.startswith(given)], run, file, trust, config_dir)
+    texts = [text for text in overrides if not text.startswith(given)]
+    return Sources(_expand(texts) if runs else texts, run, file, trust, config_dir)
+
+
+def _expand(overrides: Sequence[str]) -> list[str]:
+    """Return overrides with one for each key of a mapping, since a mapping changes its keys alone."""
+    texts = []
+    for text in overrides:
+        value = None
+        with suppress(HydraException):
+            value = OverridesParser.create().parse_override(text).value()
+        name = text.partition("=")[0]
+        values = flatten(value) if isinstance(value, dict) else {}
+        texts += [f"{name}.{key}={value_text(f'{name}.{key}', inner)}" for key, inner in values.items()] or [text]
+    return texts
 
 
 def compose_on(
@@ -81,9 +97,9 @@ def compose_on(
     check: raises for classes of the saved configuration; called with the keys and groups that the overrides set.
     """
     parsed = OverridesParser.create().parse_overrides(open_names(overrides, settings=True))
-    check(replaced_names(overrides))
+    check({override.key_or_group.replace("/", ".") for override in parsed if not override.is_delete()})
     available = available_groups(config_dir)
-    groups = [each for each in parsed if each.key_or_group in available and not isinstance(each.value(), dict)]
+    groups = [override for override in parsed if override.key_or_group in available]
     raw = OmegaConf.create(as_text(asdict(saved)))
     OmegaConf.set_struct(raw, True)
     options = compose_raw([str(override.input_line) for override in groups], config_dir)
@@ -92,21 +108,6 @@ def compose_on(
         OmegaConf.update(raw, name, OmegaConf.select(options, name), merge=False, force_add=True)
     apply_values(raw, [override for override in parsed if override not in groups])
     return raw
-
-
-def replaced_names(overrides: Sequence[str]) -> set[str]:
-    """Return the keys and groups that overrides set in place of those of a run.
-
-    A mapping is merged into the group of the run, and replaces its own keys alone.
-    """
-    names = set()
-    for override in OverridesParser.create().parse_overrides(open_names(overrides, settings=True)):
-        name, value = override.key_or_group.replace("/", "."), override.value()
-        if isinstance(value, dict):
-            names |= {f"{name}.{key}" for key in flatten(value)}
-        elif not override.is_delete():
-            names.add(name)
-    return names
 
 
 def refuse_protocol(overrides: Sequence[str]) -> dict[str, str]:

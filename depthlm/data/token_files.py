@@ -167,6 +167,12 @@ def open_corpus(data: Data) -> Corpus:
     return Corpus(data.name, folders, manifests, tokenizers.popitem()[1], train, weights, validation)
 
 
+def _is_file(source: Source) -> bool:
+    """Return whether the text is a single file. Its name says so once it is gone, since its tokens outlive it."""
+    path = Path(source.source or "")
+    return path.is_file() or (not path.is_dir() and path.name.lower().endswith(tuple(source.suffixes or ())))
+
+
 def check_tokenizer(tokenizer: Tokenizer, data: Data) -> None:
     """Raise DataError if a source has token files already, made with another tokenizer than those to be prepared."""
     for folder in token_folders(data).values():
@@ -190,8 +196,7 @@ def settings(name: str, source: Source, data: Data) -> dict[str, Any]:
         result |= {"held_out": "all"}
     else:
         # patterns choose among the files of a folder; of a single file, a share is held out in any case
-        is_file = source.source is not None and source.source.endswith(tuple(source.suffixes or ()))
-        if is_file or (source.validation_split if is_remote(source) else source.validation_files) is None:
+        if _is_file(source) or (source.validation_split if is_remote(source) else source.validation_files) is None:
             result["validation_fraction"] = data.validation_fraction
             result |= {"held_out_by": "name"} if data.held_out_by == "name" else {}
         if data.max_tokens is not None:
@@ -265,6 +270,9 @@ def check_settings(name: str, source: Source, data: Data, manifest: Manifest) ->
         raise DataError(what, source.path, remedy)
     # these may differ: fewer tokens are read, and files of any length
     free = {"max_tokens", "shard_tokens"}
+    if source.validation_files is not None:
+        # depthlm 0.2 did not record these of a single file beside patterns
+        free |= {"validation_fraction", "held_out_by"} - prepared.keys()
     if differing := differences(*({k: v for k, v in each.items() if k not in free} for each in (prepared, wanted))):
         remedy = "Set another path, or data.source=null data.hub=null to train on these tokens as they are."
         raise DataError(f"token files made with other settings ({differing})", source.path, remedy)

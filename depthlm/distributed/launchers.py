@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from depthlm.counts import format_count
 from depthlm.errors import UserError
 
 # the range of ports used under srun: above those of common services
@@ -67,15 +68,15 @@ def device_index(ranks: Ranks, visible: int) -> int:
 
     Raises UserError if several ranks would share a GPU.
     """
-    # torchrun and deepspeed show every process the same ones, unless a script between them sets this variable
-    is_own = ranks.launcher == "srun" or "CUDA_VISIBLE_DEVICES" in os.environ
-    if visible == 1 and (is_own or ranks.local_world_size == 1):
+    # these show every process the same ones, unless a script between them sets this variable
+    is_shared = ranks.launcher in ("torchrun", "deepspeed") and "CUDA_VISIBLE_DEVICES" not in os.environ
+    if visible == 1 and not (is_shared and ranks.local_world_size > 1):
         return 0
     if visible < ranks.local_world_size:
         raise UserError(
-            f"{ranks.local_world_size} ranks on this node, but {visible} GPUs are visible "
-            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): start at most {visible} "
-            "ranks per node, or show each process one GPU"
+            f"{ranks.local_world_size} ranks on this node, but {format_count(visible, 'visible GPU')} "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): start at most "
+            f"{format_count(visible, 'rank')} per node, or show each process one GPU"
         )
     return ranks.local_rank
 

@@ -125,17 +125,21 @@ def metadata(config: Config, results: Results, license: str | None) -> ModelCard
     """Return the metadata of the card, which the hub indexes; losses only of a complete run."""
     hubs = list(dict.fromkeys(source.hub for source in (config.data, *config.data.sources.values()) if source.hub))
     sources = config.data.validation | config.data.sources
+    losses = ValidationLosses.of_row(results.measured).by_set if results.is_complete else {}
+    of_sets = {name: sources.get(name, config.data) for name in losses}
+    shared = [source.hub for source in of_sets.values()]
     evaluations = [
         EvalResult(
             task_type="text-generation",
-            dataset_type=sources.get(name, config.data).hub or config.data.hub or name,
-            dataset_config=sources.get(name, config.data).subset or name,
+            dataset_type=source.hub or name,
+            # the hub would merge the losses of two parts of a data set
+            dataset_config=source.subset or (name if source.hub and shared.count(source.hub) > 1 else None),
             dataset_name=f"{name} (validation)",
             metric_type=metric,
             metric_name=f"validation {metric}",
             metric_value=value,
         )
-        for name, loss in (ValidationLosses.of_row(results.measured).by_set.items() if results.is_complete else ())
+        for (name, source), loss in zip(of_sets.items(), losses.values(), strict=True)
         for metric, value in (("loss", loss), ("perplexity", perplexity(loss)))
         if value is not None
     ]

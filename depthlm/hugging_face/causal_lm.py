@@ -256,9 +256,12 @@ class CausalLM(PreTrainedModel, GenerationMixin):
                 setattr(module, name, nn.Parameter(rows, parameter.requires_grad))
         self.decoder.size, self.config.size = size, asdict(size)
         self.config.vocab_size = size.vocab_size
-        if (generation := self.generation_config) is not None and generation.suppress_tokens:
-            # tokens that were added have ids with which the vocabulary was padded
-            generation.suppress_tokens = [id for id in generation.suppress_tokens if id >= wanted] or None
+        if (generation := self.generation_config) is not None and (suppressed := generation.suppress_tokens):
+            # the ids with which the vocabulary was padded are those of tokens that were added, or padding still
+            padding = next(id for id in range(old, -1, -1) if id - 1 not in suppressed)
+            begin = padding if new_num_tokens is None else wanted
+            kept = [id for id in suppressed if id < min(padding, begin)]
+            generation.suppress_tokens = [*kept, *range(begin, size.vocab_size)] or None
         return self.decoder.embedding
 
     def _set_gradient_checkpointing(self, enable: bool = True, every_n_layers: int = 1, **_: Any) -> None:

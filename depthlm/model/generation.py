@@ -107,7 +107,8 @@ def prefill(
 def _choose(logits_bv: Tensor, settings: Sampling) -> Tensor:
     temperature, top_k, top_p, generator, vocab_size = settings
     logits_bv = logits_bv[:, :vocab_size]
-    if temperature == 0:
+    # a division by what fp32 has no normal number for would give nan
+    if temperature < torch.finfo(torch.float32).tiny:
         return logits_bv.argmax(dim=-1, keepdim=True)
     sorted_bv, index_bv = ((logits_bv - logits_bv.amax(-1, keepdim=True)) / temperature).sort(dim=-1, descending=True)
     if top_k is not None:

@@ -143,7 +143,8 @@ def differences(source: Pretrained, groups: Mapping[str, Any]) -> list[str]:
     for part, imported in source.settings.items():
         configured = groups[part]
         if part == "model" and imported["name"] != configured.name:
-            continue
+            # another mechanism, on the same number of passes
+            imported = {"loops": imported["loops"]}
         for key, value, run_value in _pairs(imported, configured):
             if value != run_value:
                 errors.append(f"{part}.{key}={format_setting(run_value)}: the weights have {format_setting(value)}")

@@ -236,11 +236,11 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
             f"output_dir={directory}: {special.name} is neither a file nor a folder, and a run could wait for it "
             "forever; remove it, or give another directory"
         )
-    is_foreign = run.config.is_file() and not is_own(directory)
-    if is_foreign and (link := next((file for file in run.written if file.is_symlink()), None)):
+    link = next((file for file in run.written if file.is_symlink() and not file.is_dir()), None)
+    if link is not None and not is_own(directory):
         raise UserError(
-            f"output_dir={directory}: you did not train this run on this machine, and {link.name} in it is a link; "
-            "replace it by what it leads to, or remove it"
+            f"output_dir={directory}: you did not train this run on this machine, and {link.name} in it is a link to a "
+            "file, which the run would change; replace it by the file, or remove it"
         )
     if foreign := foreign_file(run):
         raise UserError(

@@ -101,11 +101,12 @@ def short(text: str, width: int = 44) -> str:
 
 def distinct(texts: Sequence[str], width: int = 44) -> list[str]:
     """Return texts for a legend or an axis as `short` does, but as long as different ones need to stay different."""
-    for wider in range(width, max(map(len, texts), default=0)):
+    # a name with an underscore first gets a space
+    for wider in range(width, 1 + max(map(len, texts), default=0)):
         shortened = [short(text, wider) for text in texts]
         if len({*shortened}) == len({*texts}):
             return shortened
-    return [short(text, max(width, len(text))) for text in texts]
+    return [short(text, max(width, 1 + len(text))) for text in texts]
 
 
 def ink(colour: tuple[float, ...]) -> str:

@@ -20,9 +20,9 @@ from typing import NamedTuple, TypeVar
 
 from depthlm.config.compose import compose
 from depthlm.config.experiment import VALIDATION_LOSS, Column, Experiment
-from depthlm.config.keys import keys
+from depthlm.config.keys import declaration, keys
 from depthlm.config.names import by_name, normal_value, setting_text
-from depthlm.counts import as_number, format_count
+from depthlm.counts import Count, as_number, format_count
 from depthlm.errors import ConfigError, nearest
 from depthlm.runs.records import COMPLETE, RunRecord, differing_texts, read_run
 from depthlm.sweeps.point import Point
@@ -206,16 +206,17 @@ def _unlike_sets(runs: Sequence[RunRecord]) -> list[str]:
 def _wider(grid: Mapping[Value, Point], means: Mapping[Value, float], best: Value) -> dict[Value, Point]:
     """Return the value that the grid gains because the best one is at its edge, with a point that has it; else {}.
 
-    It continues the ratio of the two outermost values, as a whole number or with three significant digits. If these
-    have equal means, the setting has no effect, and the grid gains nothing.
+    It continues the ratio of the two outermost values, rounded to three significant digits, or to a whole number for a
+    key that needs one. If these have equal means, the setting has no effect, and the grid gains nothing.
     """
     texts, name = sort_values(grid), grid[best].best_over
     edge = texts[:2] if best == texts[0] else texts[:-3:-1] if best == texts[-1] else []
     numbers = [number for text in edge if (number := as_number(text or "")) and 0 < number < math.inf]
     if len(numbers) < 2 or (math.isfinite(means[best]) and means.get(edge[1]) == means[best]):
         return {}
-    product = numbers[0] * numbers[0] / numbers[1]
-    beyond = normal_value(name, str(int(product)) if product.is_integer() else f"{product:.3g}")
+    product, key = numbers[0] * numbers[0] / numbers[1], declaration(name)
+    whole = key is not None and key.plain_type in (int, Count)
+    beyond = normal_value(name, str(round(product)) if whole else f"{product:.3g}")
     if beyond not in texts:
         # a value that the configuration refuses is not added
         with suppress(ConfigError):

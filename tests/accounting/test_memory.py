@@ -64,6 +64,13 @@ def test_offloaded_states_are_not_part_of_the_total():
     assert offloaded.total == pytest.approx(kept.total - offloaded.offloaded)
 
 
+def test_graphs_that_the_settings_exclude_need_no_memory():
+    excluded = ("training.profile=true", "training.cuda_graphs=false", "deepspeed=zero1")
+    stages = [(override, int(override == excluded[2])) for override in excluded]
+    assert [estimator(override).has_graphs(stage) for override, stage in stages] == [False] * 3
+    assert estimator().has_graphs(0)
+
+
 def test_several_ranks_copy_gradients_bucket_by_bucket_at_zero_0():
     eager = ("size=360m", "training.cuda_graphs=false")
     memory = estimator(*eager)

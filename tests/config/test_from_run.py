@@ -179,6 +179,7 @@ def test_a_mapping_is_merged_into_the_group_of_the_run():
     assert (config.optimizer.name, config.optimizer.lr) == ("muon", 0.01)
     assert (config.schedule.name, config.schedule.warmup_ratio) == ("wsd", 0.2)
     assert (config.model.name, config.model.loops) == ("mhc", 2)
+    assert from_run("optimizer={lr: 0.02}").output_dir != from_run("optimizer={lr: 0.01}").output_dir
 
 
 def test_all_mistakes_are_reported_together():
@@ -191,7 +192,7 @@ def test_all_mistakes_are_reported_together():
         "seed=range(1,3)": "seed=range(1,3): several values",
         "foo": "foo: not an override",
         "size=nano": "size=nano: no such size; allowed: 1.5b",
-        "schedule={min_lr_ratio: 0}": "schedule={min_lr_ratio: 0}: no such schedule; allowed: ",
+        "schedule={min_lr: 0}": "schedule.min_lr=0: no such key; did you mean `schedule.min_lr_ratio`?",
         "tracker={}": "tracker={}: sets nothing",
         "optimizer.lr=true": "optimizer.lr=true: must be a number",
         "optimizer.rl=1": "optimizer.rl=1: no such key; did you mean `optimizer.lr`?",

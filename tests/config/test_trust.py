@@ -101,6 +101,7 @@ def test_what_the_run_of_somebody_else_names_is_refused_until_it_is_given_or_tru
     # a mapping replaces its own keys alone
     assert refused(run, "evaluation={limit: 3}", "tracker={tensorboard: true}") == names
     assert refused(run, "evaluation={tasks: [python_words]}") == names - {"evaluation.tasks"}
+    assert refused(run, "~data.validation.more") == names - {"data.validation.more.source"}
     config = depthlm.compose([f"run={run}", *given, "tracker=none", "training.max_steps=10"])
     assert (config.data.source, config.tracker.entity) == (mine, None)
     # without checks of this machine, nothing reaches beyond the run

@@ -106,12 +106,12 @@ def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one(monkeypa
     third = Ranks(7, 3, 8, 4, "srun")
     assert device_index(third, 8) == device_index(third, 4) == 3
     assert device_index(third, 1) == 0
-    with pytest.raises(UserError, match=r"4 ranks on this node, but 2 GPUs are visible.*start at most 2"):
+    with pytest.raises(UserError, match=r"4 ranks on this node, but 2 visible GPUs .*start at most 2 ranks"):
         device_index(third, 2)
     # this rank has a GPU, but the last rank of the node would have none
     first = Ranks(4, 0, 8, 4, "torchrun")
     for visible in (3, 1):
-        with pytest.raises(UserError, match=f"4 ranks on this node, but {visible} GPU"):
+        with pytest.raises(UserError, match=f"4 ranks on this node, but {visible} visible GPU"):
             device_index(first, visible)
     # a script of the user may show each process its own
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")

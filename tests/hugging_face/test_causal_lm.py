@@ -128,7 +128,7 @@ def test_unsupported_arguments_are_refused(wrap):
 def test_the_vocabulary_can_be_resized(wrap):
     causal, decoder = wrap("model=mhc")
     # ids with which the vocabulary is padded; those of tokens that are added can be chosen
-    causal.generation_config.suppress_tokens = [*range(318, 320)]
+    causal.generation_config.suppress_tokens = [5, 318, 319]
     with torch.no_grad():
         before = causal(tokens(1, 4)).logits
         assert causal.resize_token_embeddings(330, pad_to_multiple_of=8) is decoder.embedding
@@ -136,7 +136,9 @@ def test_the_vocabulary_can_be_resized(wrap):
         assert torch.equal(logits[..., :320], before)
         # of a row that is the mean of all
         torch.testing.assert_close(logits[..., 335], before.mean(-1))
-        assert causal.generation_config.suppress_tokens is None
+        assert causal.generation_config.suppress_tokens == [5, *range(330, 336)]
+        causal.resize_token_embeddings(pad_to_multiple_of=64)
+        assert causal.generation_config.suppress_tokens == [5, *range(330, 384)]
         causal.resize_token_embeddings(300)
         assert torch.equal(causal(tokens(1, 4)).logits, before[..., :300])
     assert causal.config.vocab_size == causal.config.size["vocab_size"] == 300

@@ -88,6 +88,9 @@ def test_a_run_starts_from_a_folder_also_with_another_mechanism(small_run, make_
 
 def test_every_difference_is_reported_with_the_overrides_that_fix_it(small_run, make_folder):
     folder = make_folder("olmo2", tie_word_embeddings=True)
+    for mechanism in ("vanilla", "mhc"):
+        with pytest.raises(ConfigError, match=r"model\.loops=2: the weights have 1"):
+            depthlm.compose(small_run(f"init_from={folder}", f"model={mechanism}", "model.loops=2"))
     with pytest.raises(ConfigError) as caught:
         depthlm.compose(small_run(f"init_from={folder}"))
     text = str(caught.value)

@@ -51,6 +51,23 @@ def test_every_figure_ends_with_what_it_is_of_and_whether_it_is_comparable(figur
     assert "budget smoke with a changed protocol, " in replace(sweep(of, "smoke"), changed=["size=micro"]).stamp()
 
 
+@pytest.mark.parametrize("figure", ["lines", "scaling"])
+def test_series_with_long_names_or_an_underscore_have_entries_of_their_own(figure, monkeypatch):
+    names = ["a name that is as long as what a sweep over many settings has, 4", "_mine"]
+    names.append(f"{names[0][:-1]}8")
+    points = [
+        {"label": name, "model": "vanilla", "size.num_layers": [2, 4], "optimizer.lr": 0.1 + n}
+        for n, name in enumerate(names)
+    ]
+    of = experiment(points=points, columns=LOSS, figure=figure, x="size.num_layers", series="optimizer.lr")
+    for directory in directories(of):
+        write_run(directory)
+    figures = keep_figures(monkeypatch)
+    reported(of)
+    (legend,) = figures[figure].legends
+    assert len({text.get_text() for text in legend.get_texts()}) == 3
+
+
 def test_the_colour_of_a_mechanism_is_that_of_its_class():
     def colour_of(**settings: str) -> str:
         chosen = {name.replace("__", "/"): value for name, value in settings.items()}

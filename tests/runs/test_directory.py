@@ -10,6 +10,7 @@ import pytest
 
 import depthlm
 from depthlm.errors import UserError
+from depthlm.files import replace_text, replacing
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.directory import special_file
 from depthlm.runs.records import FAILED, STOPPED, read_run
@@ -117,6 +118,33 @@ def test_other_files_of_the_user_in_a_run_directory_are_kept(small_run, tmp_path
     (tmp_path / "run/.lock").unlink()
     assert train(depthlm.compose(small_run("training.max_steps=2"))) == 0
     assert (tmp_path / "run/slurm-1.log").read_text() == "mine"
+
+
+def test_links_to_files_are_not_followed(small_run, tmp_path):
+    run, theirs = RunDirectory(tmp_path / "run"), tmp_path / "theirs"
+    theirs.write_text("text")
+    run.path.mkdir()
+    # a folder on another disk is fine
+    (tmp_path / "disk").mkdir()
+    run.checkpoints.symlink_to(tmp_path / "disk")
+    for file in (run.metrics, run.lock):
+        file.symlink_to(theirs)
+        with pytest.raises(UserError, match=rf"you did not train this run .* {file.name} in it is a link to a file"):
+            train(depthlm.compose(small_run()))
+        file.unlink()
+    for replace in (lambda: replace_text(run.latest, "new"), lambda: write_picture(run.loss_curve)):
+        for name in (".latest.tmp", ".loss.tmp.png"):
+            (tmp_path / "disk" / name).unlink(missing_ok=True)
+            (tmp_path / "disk" / name).symlink_to(theirs)
+            (run.path / name).unlink(missing_ok=True)
+            (run.path / name).symlink_to(theirs)
+        replace()
+    assert (theirs.read_text(), run.latest.read_text(), run.loss_curve.read_text()) == ("text", "new", "new")
+
+
+def write_picture(file: Path) -> None:
+    with replacing(file) as place:
+        place.write_text("new")
 
 
 def test_a_run_directory_with_a_pipe_or_a_device_is_refused(small_run, tmp_path):

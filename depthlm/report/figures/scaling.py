@@ -11,7 +11,7 @@ from depthlm.config.experiment import Column
 from depthlm.report.figures.style import Style, mechanism_of, style_of
 from depthlm.report.scaling_laws import NEEDS, VIEWS, Curve, Needed, Saving, baseline_of, paper_fit
 from depthlm.report.sweep import Sweep
-from depthlm.runs.plots import grid, legend_below, log_ticks, save, short
+from depthlm.runs.plots import distinct, grid, legend_below, log_ticks, save, short
 
 # the smallest factor that is drawn as a segment, which is then longer than a marker
 VISIBLE = 1.1
@@ -105,12 +105,12 @@ def _draw_view(
     entry: Saving | None,
 ) -> None:
     """Draw the points and fits of all series in one view. entry: a saving to draw as a segment."""
-    for curve, style in styled:
+    for (curve, style), name in zip(styled, distinct([curve.name for curve, _ in styled]), strict=True):
         # the baseline's few points must not lie below those of all others
         order = 4 if curve is baseline else 3
         x, y = [size.x[view] for size in curve.sizes], [size.loss for size in curve.sizes]
         look = {"color": style.colour, "ms": 7, "mec": "white", "mew": 0.6, "zorder": order}
-        axes.plot(x, y, style.marker, label=short(curve.name), **look)
+        axes.plot(x, y, style.marker, label=name, **look)
         law = curve.laws[view]
         if law is not None and law.usable:
             ends = np.array([law.lowest, law.highest])

@@ -123,3 +123,8 @@ def test_links_into_the_blobs_of_a_cache_are_followed(run, tmp_path):
         file.rename(blobs / str(number))
         file.symlink_to(os.path.relpath(blobs / str(number), file.parent))
     assert depthlm.load(snapshot)[1].model.name == "vanilla"
+    # but not where the folder of the blobs is a link itself
+    blobs.rename(tmp_path / "elsewhere")
+    blobs.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="is a link to a file outside"):
+        depthlm.load(snapshot)
