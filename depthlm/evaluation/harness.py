@@ -67,7 +67,7 @@ SUITES = {
         ),
         [0, 5],
     ),
-    # MoDA (arXiv 2603.15619), section 4.3; it names no metrics, so these are those of OLMo's own evaluation
+    # MoDA (arXiv 2603.15619), section 4.2.2; it names no metrics, so these are those of OLMo's own evaluation
     "moda": Suite(
         {
             "piqa": "acc_norm",
