@@ -315,6 +315,9 @@ def _batch(config: Config, chosen: Set[str], is_free: IsFree) -> dict[str, int |
     if budget.sequence_length is not None and is_free("training.sequence_length"):
         length = min(length, budget.sequence_length)
         values["training.sequence_length"] = length
+    if "training.batch_tokens" in chosen and training.batch_tokens is not None:
+        # of the shorter sequences
+        batch_size = values["training.batch_size"] = max(1, training.batch_tokens // length)
     if budget.batch_tokens is not None:
         # that of the protocol is for its batch
         values["training.micro_batch_size"] = None

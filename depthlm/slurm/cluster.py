@@ -63,7 +63,7 @@ class Cluster:
     @property
     def tasks(self) -> int:
         """The ranks of a node."""
-        return self.tasks_per_node or max(1, self.gpus_per_node)
+        return self.gpus_per_node or self.tasks_per_node or 1
 
     def ranks(self) -> Ranks:
         """Return rank 0 of a job."""
@@ -138,7 +138,10 @@ def queued_points(folders: Iterable[Path]) -> dict[str, tuple[str, str]]:
             continue
         job, index, state, reason = entry.groups()
         directory, _ = tasks.get((job, int(index)), (None, None))
-        if directory is not None and state not in ENDED and read_run(directory).state != COMPLETE:
+        if directory is None or state in ENDED:
+            continue
+        # a run that is complete is extended by a job that has not begun, and has left one that ends
+        if state in NOT_BEGUN or read_run(directory).state != COMPLETE:
             known = "" if reason in (None, "None", "(null)") else f"waits: {reason}"
             jobs[directory] = (WAITING, known) if state in NOT_BEGUN else (RUNNING, "")
     return jobs

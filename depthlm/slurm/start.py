@@ -14,6 +14,7 @@ from depthlm.counts import gib_text
 from depthlm.data import check_prepared
 from depthlm.errors import UserError
 from depthlm.runs.directory import check_run_directory
+from depthlm.runs.records import COMPLETE, read_run
 from depthlm.slurm.cluster import Cluster
 from depthlm.sweeps import Point
 from depthlm.training.memory_check import check_memory, what_fits
@@ -31,10 +32,11 @@ def check_start(points: Iterable[Point], cluster: Cluster) -> None:
     """Raise UserError if a point would be refused when its job starts, with every reason and the points it holds for.
 
     These are the checks of training: whether the ranks can share the batch, whether the run fits in memory, if the
-    memory of a rank is known, whether the data is prepared, unless training prepares it itself, and whether the run
-    may resume what is in its directory.
+    memory of a rank is known, whether the data is prepared, unless training prepares it itself, whether the run may
+    resume what is in its directory, and whether the run that it starts from is complete or submitted too.
     """
-    reasons: dict[str, list[str]] = {}
+    points, reasons = list(points), dict[str, list[str]]()
+    directories = {point.directory for point in points}
     memory_checked: dict[str, list[str]] = {}
     ranks, available = cluster.ranks(), cluster.memory_per_rank()
     device = torch.device("cuda" if cluster.gpus_per_node else "cpu")
@@ -49,6 +51,12 @@ def check_start(points: Iterable[Point], cluster: Cluster) -> None:
             mistakes += memory_checked[key]
         mistakes += _errors(check_prepared, config.data, partial(prepare_command, config))
         mistakes += _errors(check_run_directory, config)
+        missing = [start for start in point.starts if point.follows and start not in directories]
+        mistakes += [
+            f"starts from {start}, which is not complete; train it first, or submit both"
+            for start in missing
+            if read_run(start).state != COMPLETE
+        ]
         for mistake in mistakes:
             reasons.setdefault(mistake, []).append(point.directory)
     if reasons:

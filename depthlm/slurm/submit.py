@@ -39,7 +39,6 @@ from depthlm.slurm.cluster import (
 )
 from depthlm.sweeps import Point, check_points
 from depthlm.sweeps.best import find_undecided, has_result, undecided_text
-from depthlm.sweeps.point import STARTS
 from depthlm.sweeps.table import print_points
 
 FOLDER = Path(__file__).resolve().parent
@@ -93,7 +92,9 @@ def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -
     """Submit every point that is neither done nor queued, from a snapshot in the folder."""
     queued = queued_points([sweep_folder(point) for point in points])
     to_train = {point.directory: point for point in points if point.directory not in queued and not is_done(point)}
-    deferred = {d for d, point in to_train.items() if any(start in queued for start in starting_runs(point))}
+    deferred: set[str] = set()
+    while more := {d for d, p in to_train.items() if any(s in queued or s in deferred for s in p.starts)} - deferred:
+        deferred |= more
     if deferred:
         print(f"{len(deferred)} points start from runs that have a job; submit them when those runs are complete")
         to_train = {directory: point for directory, point in to_train.items() if directory not in deferred}
@@ -115,9 +116,11 @@ def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -
     offset, size = 0, max_array_size()
     try:
         for wave in waves:
-            jobs = []
+            jobs: list[str] = []
             for part in (wave[start : start + size] for start in range(0, len(wave), size)):
-                jobs.append(submit_array(cluster, snapshot, offset, len(part), previous_jobs, dry_run))
+                # with a throttle, the parts follow one another: it holds for one array
+                after = jobs[-1:] if cluster.throttle and jobs else previous_jobs
+                jobs.append(submit_array(cluster, snapshot, offset, len(part), after, dry_run))
                 if not dry_run:
                     record_array(snapshot, jobs[-1], part)
                 offset += len(part)
@@ -168,13 +171,8 @@ def group_into_waves(points: dict[str, Point]) -> list[list[str]]:
     """Group run directories into waves, such that each run starts only from runs of earlier waves."""
     waves: dict[str, int] = {}
     for directory, point in points.items():
-        waves[directory] = max((waves[start] + 1 for start in starting_runs(point) if start in waves), default=0)
+        waves[directory] = max((waves[start] + 1 for start in point.starts if start in waves), default=0)
     return [[d for d, wave in waves.items() if wave == number] for number in range(max(waves.values()) + 1)]
-
-
-def starting_runs(point: Point) -> list[str]:
-    """Return the runs that a point starts from."""
-    return [text.partition("=")[2] for text in point.overrides if text.startswith(STARTS)]
 
 
 def point_command(point: Point) -> str:
@@ -187,7 +185,9 @@ def job_config_text(point: Point) -> str:
     """Return the resolved configuration of a point as its job reads it: with the points that it starts from."""
     starts = {name: value for name, value in point.settings.items() if value.startswith("@")}
     experiment = replace(point.config.experiment, points=[starts] if starts else [])
-    return config_text(replace(point.config, experiment=experiment))
+    # the directory is new at the submission, and not when the job is requeued
+    resume = "auto" if point.config.resume == "never" else point.config.resume
+    return config_text(replace(point.config, experiment=experiment, resume=resume))
 
 
 def submit_array(cluster: Cluster, snapshot: Path, offset: int, size: int, after: Sequence[str], dry_run: bool) -> str:

@@ -85,6 +85,11 @@ class Point:
         """The run directory."""
         return str(self.config.output_dir)
 
+    @property
+    def starts(self) -> list[str]:
+        """The runs, or folders, that the point starts from."""
+        return [text.partition("=")[2] for text in self.overrides if text.startswith(STARTS)]
+
     def checkable(self) -> list[str]:
         """Return the overrides without the run it starts from, which need not exist before the sweep."""
         if not self.follows:

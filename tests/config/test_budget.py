@@ -60,6 +60,11 @@ def test_the_schedule_keeps_its_shape():
         assert warmup_steps(config, steps) == max(1, round(1000 * steps / 500_000))
 
 
+def test_a_batch_in_tokens_has_as_many_of_the_shorter_sequences():
+    training = compose(["budget=smoke", "training.batch_tokens=1024"], here=False).training
+    assert training.batch_size * training.sequence_length == 1024
+
+
 def test_points_that_differ_in_the_document_mask_train_on_the_same_text(tmp_path):
     file = tmp_path / "experiment/mine/masks.yaml"
     file.parent.mkdir(parents=True)

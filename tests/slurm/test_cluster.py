@@ -56,12 +56,14 @@ def test_ranks_and_their_memory_are_those_of_the_gpus_or_of_the_node():
         (["gpu_memory=80"], "8", 80_000_000_000),
         (["gpus_per_node=0", "tasks_per_node=2", "mem=500G"], "2", 250 * 2**30),
         (["gpus_per_node=0", "mem=4096"], "1", 4 * 2**30),
+        # with GPUs, a node has a rank for each
+        (["tasks_per_node=4", "gpu_memory=80"], "8", 80_000_000_000),
         (["gpus_per_node=0", "mem=0"], "1", None),
     ):
         cluster = read_cluster(given)
         assert f"--ntasks-per-node={tasks}" in cluster.options()
         assert cluster.memory_per_rank() == memory
-    assert not any(option.startswith("--gpus") for option in cluster.options())
+        assert any(option.startswith("--gpus") for option in cluster.options()) == ("gpus_per_node=0" not in given)
 
 
 def test_all_mistakes_of_the_command_line_are_reported_with_their_keys():

@@ -17,8 +17,8 @@ from depthlm.config import compose
 from depthlm.config.keys import replace_values
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
-from depthlm.slurm.cluster import record_array
-from depthlm.slurm.submit import main
+from depthlm.slurm.cluster import queued_points, record_array
+from depthlm.slurm.submit import job_config_text, main
 from depthlm.sweeps import Point, sweep_points
 
 from ..report.made_up import write_run
@@ -172,6 +172,37 @@ def test_a_dry_run_prints_the_plan_of_a_batch_that_the_ranks_cannot_share(small_
     assert "sbatch --parsable" in printed
 
 
+def test_a_requeued_job_resumes_its_run_and_a_throttle_holds_for_all_arrays(four_points, submit, monkeypatch):
+    (point, *_) = sweep_points([*four_points[2:], "resume=never"], four_points[1])
+    assert "resume: auto" in job_config_text(point)
+    monkeypatch.setattr("depthlm.slurm.submit.max_array_size", lambda: 2)
+    for given, chained in (["slurm.throttle=1"], True), ([], False):
+        commands = [line for line in submit("--dry-run", *four_points, *given).splitlines() if "sbatch --p" in line]
+        assert ["--dependency=afterany:" in command for command in commands] == [False, chained]
+
+
+def test_a_point_is_not_submitted_before_the_run_that_it_starts_from(small_run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "conf/experiment/mine").mkdir(parents=True)
+    (tmp_path / "conf/experiment/mine/chain.yaml").write_text(
+        """# @package _global_
+experiment:
+  points:
+    - {label: a, model: vanilla}
+    - {label: b, model: dca, init_from: "@a"}
+    - {label: c, model: mhc, init_from: "@b"}
+"""
+    )
+    given = ["--config-dir", str(tmp_path / "conf"), "experiment=mine/chain", "data=stdlib", "slurm.gpus_per_node=0"]
+    monkeypatch.chdir(tmp_path)
+    first = sweep_points(given[2:4], given[1])[0].directory
+    monkeypatch.setattr("depthlm.slurm.submit.queued_points", lambda folders: {first: ("waiting", "")})
+    main([*given, "--dry-run"], "submit")
+    assert "2 points start from runs that have a job" in capsys.readouterr().out
+    monkeypatch.setattr("depthlm.slurm.submit.queued_points", lambda folders: {})
+    with pytest.raises(UserError, match=f"starts from {first}, which is not complete; train it first"):
+        main([*given, "--dry-run", "model=dca"], "submit")
+
+
 def test_a_run_whose_precision_its_machine_chose_is_continued(small_run, tmp_path, submit):
     overrides = small_run("precision=auto", "data=stdlib")
     for precision in ("fp32", "bf16"):
@@ -239,6 +270,9 @@ def test_the_status_says_why_a_job_waits_and_where_a_job_that_ended_has_its_log(
         "running",
         f"the job ended before its run began; see {snapshot}/log-12_3.txt",
     ]
+    # a job that waits extends the run that is complete
+    write_run(points[0].directory, 3.0)
+    assert queued_points([snapshot.parent])[points[0].directory] == ("waiting", "waits: PartitionConfig")
 
 
 # as SLURM for the last task of array 40, whose own id is that of the array: its id alone names all tasks

@@ -205,6 +205,11 @@ def _check_recomputation(config: Config) -> list[str]:
 
 def _check_sharding(config: Config) -> list[str]:
     stage, offload, errors = config.deepspeed.stage, config.deepspeed.offload, []
+    if config.precision.name == "fp16" and stage == 0:
+        errors.append(
+            "precision=fp16 with deepspeed=zero0: DeepSpeed's fp16 at stage 0 takes a wrong first step; "
+            "use deepspeed=zero1"
+        )
     if offload != "none" and stage != 3:
         errors.append(
             f"deepspeed.offload={offload} with deepspeed.stage={stage}: only ZeRO 3 can offload its shards; "

@@ -65,11 +65,6 @@ def _check_device(config: Config) -> list[str]:
     if config.precision.name == "fp16" and device == "cpu":
         hint = "; budget=smoke tries the experiment in fp32" if config.experiment.name else ""
         errors.append(f"precision=fp16: DeepSpeed refuses fp16 on a CPU; allowed here: fp32, bf16, auto{hint}")
-    elif config.precision.name == "fp16" and config.deepspeed.stage == 0:
-        errors.append(
-            "precision=fp16 with deepspeed=zero0: DeepSpeed's fp16 at stage 0 takes a wrong first step; "
-            "use deepspeed=zero1"
-        )
     from depthlm.ops.backend import launch_lacks, missing
 
     if config.kernels == "triton" and (reason := missing(device)):
