@@ -49,8 +49,9 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None,
     sources = _read(overrides, config_dir)
     config, saved = _compose_sources(sources)
     if here and saved is not None and sources.run is not None:
-        # what the overrides set is not taken from the run
-        named = tuple(f"{name.replace('/', '.')}." for name in given_names(sources.overrides))
+        # what the overrides set is not taken from the run; a mapping is merged into it
+        texts = [text for text in sources.overrides if "={" not in text]
+        named = tuple(f"{name.replace('/', '.')}." for name in given_names(texts))
         check_reach(sources.run, saved, sources.trust, lambda name: not f"{name}.".startswith(named))
     return _resolve_and_check(config, saved, sources, here)
 

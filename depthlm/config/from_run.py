@@ -75,15 +75,22 @@ def read_sources(overrides: Sequence[str], config_dir: str | Path | None = None)
 
 
 def _expand(overrides: Sequence[str]) -> list[str]:
-    """Return overrides with one for each key of a mapping, since a mapping changes its keys alone."""
-    texts = []
+    """Return overrides with one for each key of a mapping, since a mapping changes its keys alone.
+
+    A mapping that other overrides cannot express stays; it is merged into the group of the run.
+    """
+    parser, texts = OverridesParser.create(), []
     for text in overrides:
-        value = None
+        expanded: list[str] = []
         with suppress(HydraException):
-            value = OverridesParser.create().parse_override(text).value()
-        name = text.partition("=")[0]
-        values = flatten(value) if isinstance(value, dict) else {}
-        texts += [f"{name}.{key}={value_text(f'{name}.{key}', inner)}" for key, inner in values.items()] or [text]
+            override = parser.parse_override(text)
+            name, value = override.key_or_group, override.value()
+            values = flatten(value) if isinstance(value, dict) and "/" not in name else {}
+            expanded = [f"{name}.{key}={value_text(f'{name}.{key}', inner)}" for key, inner in values.items()]
+            read = [parser.parse_override(each) for each in expanded]
+            if {each.key_or_group: each.value() for each in read} != {f"{name}.{k}": v for k, v in values.items()}:
+                expanded = []
+        texts += expanded or [text]
     return texts
 
 
@@ -97,9 +104,12 @@ def compose_on(
     check: raises for classes of the saved configuration; called with the keys and groups that the overrides set.
     """
     parsed = OverridesParser.create().parse_overrides(open_names(overrides, settings=True))
-    check({override.key_or_group.replace("/", ".") for override in parsed if not override.is_delete()})
+    # a mapping is merged into the group of the run, whose class stays
+    merged = [override for override in parsed if isinstance(override.value(), dict)]
+    named = [override for override in parsed if not override.is_delete() and override not in merged]
+    check({override.key_or_group.replace("/", ".") for override in named})
     available = available_groups(config_dir)
-    groups = [override for override in parsed if override.key_or_group in available]
+    groups = [override for override in parsed if override.key_or_group in available and override not in merged]
     raw = OmegaConf.create(as_text(asdict(saved)))
     OmegaConf.set_struct(raw, True)
     options = compose_raw([str(override.input_line) for override in groups], config_dir)

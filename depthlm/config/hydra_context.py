@@ -175,7 +175,7 @@ def value_text(name: str, value: Any) -> str:
         # without quotes it would be a number, or no value at all
         return "'" + value.replace("'", r"\'") + "'"
     key = declaration(name)
-    if key is not None and key.plain_type is Count and value:
+    if key is not None and key.plain_type is Count and type(value) is int and value:
         unit, scale = next((item for item in reversed(SCALES.items()) if value % item[1] == 0), ("", 1))
         return f"{value // scale}{unit}"
     return override_text(value)

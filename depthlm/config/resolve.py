@@ -230,16 +230,10 @@ def with_base_size(config: Config, given: Set[str], config_dir: str | Path | Non
 def keys_of_points(experiment: Experiment, overrides: Sequence[str]) -> set[str]:
     """Return the keys whose override is not the user's choice: the points have its value, or it widens their grid."""
     texts = by_name(overrides)
-    values = [(key, value) for line in experiment.points if isinstance(line, dict) for key, value in line.items()]
-    return {
-        key
-        for key, value in values
-        if key in texts
-        and (
-            key == experiment.best_over
-            or any(texts[key] == override_text(v) for v in (value if isinstance(value, list) else [value]))
-        )
-    }
+    lines = (line for line in experiment.points if isinstance(line, dict))
+    pairs = ((key, value if isinstance(value, list) else [value]) for line in lines for key, value in line.items())
+    known = {(key, override_text(value)) for key, values in pairs for value in values}
+    return {key for key, _ in known if key in texts and (key == experiment.best_over or (key, texts[key]) in known)}
 
 
 def tokenizer_exists(config: Config) -> bool:

@@ -169,8 +169,8 @@ def open_corpus(data: Data) -> Corpus:
 
 def _is_file(source: Source) -> bool:
     """Return whether the text is a single file. Its name says so once it is gone, since its tokens outlive it."""
-    path = Path(source.source or "")
-    return path.is_file() or (not path.is_dir() and path.name.lower().endswith(tuple(source.suffixes or ())))
+    path, suffixes = Path(source.source or ""), tuple(map(str.lower, source.suffixes or ()))
+    return path.is_file() or (not path.is_dir() and path.name.lower().endswith(suffixes))
 
 
 def check_tokenizer(tokenizer: Tokenizer, data: Data) -> None:

@@ -127,13 +127,13 @@ def metadata(config: Config, results: Results, license: str | None) -> ModelCard
     sources = config.data.validation | config.data.sources
     losses = ValidationLosses.of_row(results.measured).by_set if results.is_complete else {}
     of_sets = {name: sources.get(name, config.data) for name in losses}
-    shared = [source.hub for source in of_sets.values()]
+    parts = [(source.hub, source.subset) for source in of_sets.values()]
     evaluations = [
         EvalResult(
             task_type="text-generation",
             dataset_type=source.hub or name,
-            # the hub would merge the losses of two parts of a data set
-            dataset_config=source.subset or (name if source.hub and shared.count(source.hub) > 1 else None),
+            # the hub would merge the losses of two sets of the same part of a data set
+            dataset_config=source.subset if parts.count((source.hub, source.subset)) == 1 else name,
             dataset_name=f"{name} (validation)",
             metric_type=metric,
             metric_name=f"validation {metric}",

@@ -256,7 +256,8 @@ class CausalLM(PreTrainedModel, GenerationMixin):
                 setattr(module, name, nn.Parameter(rows, parameter.requires_grad))
         self.decoder.size, self.config.size = size, asdict(size)
         self.config.vocab_size = size.vocab_size
-        if (generation := self.generation_config) is not None and (suppressed := generation.suppress_tokens):
+        if (generation := self.generation_config) is not None:
+            suppressed = generation.suppress_tokens or []
             # the ids with which the vocabulary was padded are those of tokens that were added, or padding still
             padding = next(id for id in range(old, -1, -1) if id - 1 not in suppressed)
             begin = padding if new_num_tokens is None else wanted

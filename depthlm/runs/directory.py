@@ -240,7 +240,7 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
     if link is not None and not is_own(directory):
         raise UserError(
             f"output_dir={directory}: you did not train this run on this machine, and {link.name} in it is a link to a "
-            "file, which the run would change; replace it by the file, or remove it"
+            "file, or to nothing, which the run would change; remove it"
         )
     if foreign := foreign_file(run):
         raise UserError(

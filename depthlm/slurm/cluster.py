@@ -16,7 +16,7 @@ from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError
 from depthlm.fields import key
 from depthlm.files import read_bytes, read_text
-from depthlm.runs.records import COMPLETE, RUNNING, WAITING, read_run
+from depthlm.runs.records import RUNNING, WAITING
 
 # the user's settings, in the folder from which the sweep is submitted
 SETTINGS = Path("slurm/cluster.yaml")
@@ -138,10 +138,7 @@ def queued_points(folders: Iterable[Path]) -> dict[str, tuple[str, str]]:
             continue
         job, index, state, reason = entry.groups()
         directory, _ = tasks.get((job, int(index)), (None, None))
-        if directory is None or state in ENDED:
-            continue
-        # a run that is complete is extended by a job that has not begun, and has left one that ends
-        if state in NOT_BEGUN or read_run(directory).state != COMPLETE:
+        if directory is not None and state not in ENDED:
             known = "" if reason in (None, "None", "(null)") else f"waits: {reason}"
             jobs[directory] = (WAITING, known) if state in NOT_BEGUN else (RUNNING, "")
     return jobs

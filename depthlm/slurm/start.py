@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -13,6 +14,7 @@ from depthlm.config.validate.machine import check_ranks
 from depthlm.counts import gib_text
 from depthlm.data import check_prepared
 from depthlm.errors import UserError
+from depthlm.run_directory import RunDirectory
 from depthlm.runs.directory import check_run_directory
 from depthlm.runs.records import COMPLETE, read_run
 from depthlm.slurm.cluster import Cluster
@@ -51,7 +53,9 @@ def check_start(points: Iterable[Point], cluster: Cluster) -> None:
             mistakes += memory_checked[key]
         mistakes += _errors(check_prepared, config.data, partial(prepare_command, config))
         mistakes += _errors(check_run_directory, config)
-        missing = [start for start in point.starts if point.follows and start not in directories]
+        # a run that has begun does not need it
+        begun = RunDirectory(Path(point.directory)).checkpoint_folders() or not point.follows
+        missing = [] if begun else [start for start in point.starts if start not in directories]
         mistakes += [
             f"starts from {start}, which is not complete; train it first, or submit both"
             for start in missing

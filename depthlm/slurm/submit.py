@@ -80,9 +80,8 @@ def main(arguments: list[str], program: str) -> None:
 def status(overrides: list[str], config_dir: str | None) -> None:
     """Print one line per point."""
     points = check_points(overrides, config_dir, here=False)
-    folders = [sweep_folder(point) for point in points]
-    jobs = queued_points(folders)
-    for directory, log in job_logs(folders).items():
+    jobs = jobs_of(points)
+    for directory, log in job_logs(map(sweep_folder, points)).items():
         if directory not in jobs and read_run(directory).state == WAITING:
             jobs[directory] = FAILED, f"the job ended before its run began; see {log}"
     print_points(points, jobs)
@@ -90,13 +89,13 @@ def status(overrides: list[str], config_dir: str | None) -> None:
 
 def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -> None:
     """Submit every point that is neither done nor queued, from a snapshot in the folder."""
-    queued = queued_points([sweep_folder(point) for point in points])
+    queued = jobs_of(points)
     to_train = {point.directory: point for point in points if point.directory not in queued and not is_done(point)}
     deferred: set[str] = set()
     while more := {d for d, p in to_train.items() if any(s in queued or s in deferred for s in p.starts)} - deferred:
         deferred |= more
     if deferred:
-        print(f"{len(deferred)} points start from runs that have a job; submit them when those runs are complete")
+        print(f"{len(deferred)} points start from runs that have a job, or from others that do; submit them later")
         to_train = {directory: point for directory, point in to_train.items() if directory not in deferred}
     others = len(points) - len(to_train)
     print(f"{len(to_train)} points to train{f' ({others} more are complete, or have a job)' if others else ''}")
@@ -134,6 +133,13 @@ def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -
         print("# train.sbatch\n" + (FOLDER / "train.sbatch").read_text())
     if refused is not None:
         raise refused
+
+
+def jobs_of(points: Sequence[Point]) -> dict[str, tuple[str, str]]:
+    """Return the jobs of the points that are not done; that of one that is done is about to end."""
+    jobs = queued_points(map(sweep_folder, points))
+    done = {point.directory for point in points if point.directory in jobs and is_done(point)}
+    return {directory: job for directory, job in jobs.items() if directory not in done}
 
 
 def is_done(point: Point) -> bool:

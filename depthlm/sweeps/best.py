@@ -206,8 +206,8 @@ def _unlike_sets(runs: Sequence[RunRecord]) -> list[str]:
 def _wider(grid: Mapping[Value, Point], means: Mapping[Value, float], best: Value) -> dict[Value, Point]:
     """Return the value that the grid gains because the best one is at its edge, with a point that has it; else {}.
 
-    It continues the ratio of the two outermost values, rounded to three significant digits, or to a whole number for a
-    key that needs one. If these have equal means, the setting has no effect, and the grid gains nothing.
+    It continues the ratio of the two outermost values, rounded to three significant digits, or to a whole number
+    where the values are whole. If these have equal means, the setting has no effect, and the grid gains nothing.
     """
     texts, name = sort_values(grid), grid[best].best_over
     edge = texts[:2] if best == texts[0] else texts[:-3:-1] if best == texts[-1] else []
@@ -215,9 +215,9 @@ def _wider(grid: Mapping[Value, Point], means: Mapping[Value, float], best: Valu
     if len(numbers) < 2 or (math.isfinite(means[best]) and means.get(edge[1]) == means[best]):
         return {}
     product, key = numbers[0] * numbers[0] / numbers[1], declaration(name)
-    whole = key is not None and key.plain_type in (int, Count)
-    beyond = normal_value(name, str(round(product)) if whole else f"{product:.3g}")
-    if beyond not in texts:
+    whole = key.plain_type in (int, Count) if key is not None else all(map(float.is_integer, map(float, numbers)))
+    beyond = normal_value(name, str(round(product)) if whole or product.is_integer() else f"{product:.3g}")
+    if beyond not in (*texts, "0"):
         # a value that the configuration refuses is not added
         with suppress(ConfigError):
             point = _change_settings(grid[best], {name: beyond})

@@ -179,6 +179,9 @@ def test_a_mapping_is_merged_into_the_group_of_the_run():
     assert (config.optimizer.name, config.optimizer.lr) == ("muon", 0.01)
     assert (config.schedule.name, config.schedule.warmup_ratio) == ("wsd", 0.2)
     assert (config.model.name, config.model.loops) == ("mhc", 2)
+    assert from_run("+optimizer={lr: 0.1}").optimizer.name == "muon"
+    (mistake,) = mistakes("training={max_tokens: 1000.5}")
+    assert mistake.startswith("training.max_tokens=1000.5: must be a whole number")
     assert from_run("optimizer={lr: 0.02}").output_dir != from_run("optimizer={lr: 0.01}").output_dir
 
 

@@ -197,7 +197,7 @@ experiment:
     first = sweep_points(given[2:4], given[1])[0].directory
     monkeypatch.setattr("depthlm.slurm.submit.queued_points", lambda folders: {first: ("waiting", "")})
     main([*given, "--dry-run"], "submit")
-    assert "2 points start from runs that have a job" in capsys.readouterr().out
+    assert "2 points start from runs that have a job, or from others that do" in capsys.readouterr().out
     monkeypatch.setattr("depthlm.slurm.submit.queued_points", lambda folders: {})
     with pytest.raises(UserError, match=f"starts from {first}, which is not complete; train it first"):
         main([*given, "--dry-run", "model=dca"], "submit")
@@ -217,7 +217,9 @@ def test_a_choice_is_submitted_in_the_rounds_that_its_runs_call_for(tmp_path, mo
     sweep.append("experiment.selection_seeds=[11]")
 
     def submitted(queued: set[str]) -> str:
-        monkeypatch.setattr("depthlm.slurm.submit.queued_points", lambda folders: queued)
+        monkeypatch.setattr(
+            "depthlm.slurm.submit.queued_points", lambda folders: dict.fromkeys(queued, ("waiting", ""))
+        )
         main([*sweep, "slurm.gpus_per_node=0", "--dry-run"], "submit")
         return capsys.readouterr().out
 

@@ -101,6 +101,8 @@ def test_a_grid_of_whole_numbers_widens_by_whole_numbers():
     assert tried(sweep_points(overrides, read=recorded(parabola(1e9, key))), key) == [512, 1024, 2048]
     overrides[0] = f"{key}=24,32"
     assert tried(sweep_points(overrides, read=recorded(parabola(1e9, key))), key) == [24, 32, 43]
+    overrides[0] = f"{key}=1,2"
+    assert tried(sweep_points(overrides, read=recorded(parabola(1e-9, key))), key) == [1, 2]
 
 
 def test_each_mechanism_has_a_value_of_its_own():
