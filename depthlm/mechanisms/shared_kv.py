@@ -51,7 +51,7 @@ class SharedKV(SelfAttention):
         if reuse == "last_k":
             kept = max(1, spec.num_layers - (last_k or max(1, 3 * spec.num_layers // 7)))
         sources = [layer - layer % 2 if kept is None else min(layer, kept - 1) for layer in layers]
-        self.source, self.layers_of_loop = sources[spec.layer], size.num_layers
+        self.source = sources[spec.layer]
         self.reuses = self.source != spec.layer
         self.is_source = sources.count(spec.layer) > 1
         if self.reuses:
@@ -84,7 +84,7 @@ class SharedKV(SelfAttention):
 
     def figures(self, projected: tuple[Tensor, ...], depth: DepthKV, context: AttentionContext) -> list[Figure]:
         about = "the layer whose keys and values each layer attends to"
-        source = self.source + context.slot // self.layers_of_loop * self.spec.num_layers
+        source = self.unrolled(self.source, context)
         return [Figure("source", self.q_proj.weight.new_ones(1), ("layer",), about, "layer", places=[source])]
 
     def retained(self, depth: DepthKV) -> list[Tensor]:

@@ -46,7 +46,7 @@ class ValueResidual(SelfAttention):
         check(one_of(("learned", "fixed"), weights=weights), one_of(STARTS, start=start))
         if start == "identity" and weights == "fixed":
             raise ValueError("start=identity: fixed weights remain 1/2; needs weights=learned")
-        self.start, self.layers_of_loop = start, size.num_layers
+        self.start = start
         self.identity_start = "" if start == "identity" else self.identity_start
         self.mixes = spec.layer > 0 or spec.loops > 1
         if self.mixes and weights == "learned":
@@ -73,8 +73,8 @@ class ValueResidual(SelfAttention):
         """Return a and b of each token, as x_b1t1, that `edit` makes of the weights."""
         weights = getattr(self, "value_weights", v_bkte.new_tensor(STARTS["paper"]))
         ab_nbt = per_token(weights, v_bkte[:, 0])
-        layer = context.slot // self.layers_of_loop * self.spec.num_layers + self.spec.layer
-        return self.edited(ab_nbt, ("source", "batch", "token"), context, (layer, 0), False)[:, :, None, :, None]
+        sources = self.unrolled(self.spec.layer, context), 0
+        return self.edited(ab_nbt, ("source", "batch", "token"), context, sources, False)[:, :, None, :, None]
 
     def figures(self, projected: tuple[Tensor, ...], depth: DepthKV, context: AttentionContext) -> list[Figure]:
         if not hasattr(self, "value_weights"):

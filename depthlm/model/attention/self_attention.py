@@ -55,7 +55,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__()
-        self.spec = spec
+        self.spec, self.layers_of_loop = spec, size.num_layers
         self.num_heads = size.num_heads
         self.num_kv_heads = size.num_kv_heads
         self.head_size = size.head_size
@@ -125,6 +125,10 @@ class SelfAttention(nn.Module):
         if self.edit is None:
             return weights
         return self.edit(Reader("layer", context.slot), weights, describe_axes(weights, axes, sources, normalized))
+
+    def unrolled(self, layer: int, context: AttentionContext) -> int:
+        """Return the place of a layer of the context's loop among those of all loops with keys and values."""
+        return context.slot // self.layers_of_loop * self.spec.num_layers + layer
 
     def output(self, attended: Tensor) -> Tensor:
         """Project attended_bt(he) to output_btd."""
