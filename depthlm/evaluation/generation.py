@@ -66,7 +66,8 @@ def write_text(arguments: Generate) -> None:
     model, config = load(arguments.run, device, arguments.trust or ())
     tokenizer = Tokenizer.load(arguments.run)
     # a document follows the end of another one
-    encoded = [ids or [tokenizer.end_of_text] for ids in tokenizer.encode_batch(prompts)]
+    before = tokenizer.encode_batch(prompts)
+    encoded = [ids or [tokenizer.end_of_text] for ids in before]
     context = config.training.sequence_length
     available = context - max(map(len, encoded))
     new_tokens = arguments.max_new_tokens or max(1, min(NEW_TOKENS, available))
@@ -82,13 +83,13 @@ def write_text(arguments: Generate) -> None:
     with autocast:
         if arguments.prompts is None:
             steps = _continue(model, tokenizer, encoded, new_tokens, arguments, generator)
-            _print_stream(prompts[0], (tokenizer.decode(row) for (row,) in steps))
+            _print_stream(prompts[0], (text_after(tokenizer, before[0], row) for (row,) in steps))
             return
         for start in range(0, len(encoded), arguments.batch_size):
             part = slice(start, start + arguments.batch_size)
             *_, last = _continue(model, tokenizer, encoded[part], new_tokens, arguments, generator)
-            for prompt, row in zip(prompts[part], last, strict=True):
-                continued = {"prompt": prompt, "text": tokenizer.decode(row)}
+            for prompt, ids, row in zip(prompts[part], before[part], last, strict=True):
+                continued = {"prompt": prompt, "text": text_after(tokenizer, ids, row)}
                 print(json.dumps(continued, ensure_ascii=False), flush=True)
 
 
@@ -124,6 +125,16 @@ def _continue(
             if token != tokenizer.end_of_text:
                 row.append(token)
         yield rows
+
+
+def text_after(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str:
+    """Return the text that new tokens add to those of a prompt.
+
+    A tokenizer such as T5's drops the space at the beginning of what it decodes, so the new tokens are decoded together
+    with the prompt.
+    """
+    start, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *new])
+    return whole[len(start) :] if whole.startswith(start) else tokenizer.decode(new)
 
 
 def _print_stream(prompt: str, texts: Iterator[str]) -> None:

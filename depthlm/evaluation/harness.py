@@ -142,11 +142,17 @@ def language_model(model: Decoder, config: Config, run: Path, batch_size: int, p
 
     tokenizer, causal = as_tokenizer(Tokenizer.load(run)), as_causal_lm(model, config)
     causal.generation_config.suppress_tokens = unused_ids(model, tokenizer)
+    # a row of a batch ends here; without it, it goes on until every row has ended
+    causal.generation_config.eos_token_id = tokenizer.eos_token_id
+    # a request that is scored reads no cache, and generation asks for one
+    causal.config.use_cache = False
     return HarnessLM(
         pretrained=causal,
         tokenizer=tokenizer,
         batch_size=batch_size,
         mixed_precision_dtype=AUTOCAST.get(precision),
+        # the sum of log probabilities in 16 bits would be a multiple of 0.25 or more
+        softmax_dtype="float32",
         # truncates a prompt that is longer than the context on the left
         truncation=True,
     )
@@ -158,10 +164,13 @@ def run_job(lm: Any, job: Job, manager: Any, limit: int | None) -> dict[str, flo
     from lm_eval.evaluator import evaluate
 
     loaded = manager.load([job.task])
+    # a task that forbids examples says 0
+    allowing = [task for task in loaded["tasks"].values() if task.get_config("num_fewshot") != 0]
+    if job.shots and not allowing:
+        raise UserError("the task allows no examples before a question (num_fewshot: 0); use shots=0")
+    for task in allowing:
+        task.set_config(key="num_fewshot", value=job.shots)
     for task in loaded["tasks"].values():
-        if task.get_config("num_fewshot") != 0:
-            # a task that forbids examples says 0
-            task.set_config(key="num_fewshot", value=job.shots)
         task.set_fewshot_seed(seed=SEED)
     output = evaluate(lm=lm, task_dict=loaded, limit=limit, bootstrap_iters=0)
     metrics = _metrics(output, job.task)

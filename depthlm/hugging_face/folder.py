@@ -128,7 +128,11 @@ def write_config(
     settings |= {"eos_token_id": end, "pad_token_id": None, "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     GenerationConfig(
-        eos_token_id=end, pad_token_id=tokenizer.pad_token_id, suppress_tokens=unused_ids(model, tokenizer)
+        # a text without a prompt follows the end of another one
+        bos_token_id=end,
+        eos_token_id=end,
+        pad_token_id=tokenizer.pad_token_id,
+        suppress_tokens=unused_ids(model, tokenizer),
     ).save_pretrained(folder)
 
 

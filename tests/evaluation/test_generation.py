@@ -10,7 +10,7 @@ import depthlm
 from depthlm.config.arguments import read_arguments
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
-from depthlm.evaluation.generation import Generate, write_text
+from depthlm.evaluation.generation import Generate, text_after, write_text
 from depthlm.mechanisms.residual import Residual
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.decoder import Decoder
@@ -119,3 +119,15 @@ def test_invalid_prompts_are_refused(trained, tmp_path):
     ):
         with pytest.raises(UserError, match=words):
             write(f"run={trained}", *given)
+
+
+class Spaced:
+    """Decodes like T5's tokenizer, which drops the space at the beginning of a text."""
+
+    def decode(self, ids):
+        return "".join(f" {number}" for number in ids).removeprefix(" ")
+
+
+def test_a_continuation_begins_with_the_space_after_the_prompt():
+    assert text_after(Spaced(), [1, 2], [3, 4]) == " 3 4"
+    assert text_after(Spaced(), [], [3, 4]) == "3 4"

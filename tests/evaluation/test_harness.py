@@ -10,13 +10,17 @@ import torch
 
 pytest.importorskip("lm_eval")
 
+from lm_eval.api.instance import Instance
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
 import depthlm
 from depthlm.config.arguments import read_arguments
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.evaluation.evaluate import Evaluate, evaluate
-from depthlm.evaluation.harness import SUITES
+from depthlm.evaluation.harness import SUITES, language_model
 from depthlm.evaluation.language_models import HarnessLM
+from depthlm.hugging_face import export
 
 TASK = """task: depth_words
 dataset_path: json
@@ -77,6 +81,65 @@ def test_a_task_on_local_data_has_the_score_computed_by_hand(trained, task):
     assert found["zero_shot/depth_words/acc"] == pytest.approx(most_likely(trained, task.with_suffix(".jsonl")))
     assert "one_shot/depth_words/acc" in found
     assert json.loads((trained / "evaluation.json").read_text())["zero_shot/depth_words/acc"] is not None
+
+
+def ask(lm: HarnessLM, kind: str, *arguments: tuple) -> list:
+    """Return the results of requests of a kind with these arguments."""
+    requests = [Instance(request_type=kind, doc={}, arguments=values, idx=0) for values in arguments]
+    return getattr(lm, kind)(requests, disable_tqdm=True)
+
+
+ANSWERS = [("the depth of", " a stream that is read"), ("the", " layer of this head"), ("a head", " reads")]
+QUESTIONS = [("the depth of", {"until": ["\n"], "max_gen_toks": 8}), ("a", {"until": ["\n"], "max_gen_toks": 8})]
+
+
+@pytest.mark.slow
+def test_an_export_has_the_scores_and_texts_of_its_run(trained, tmp_path, monkeypatch):
+    # where transformers puts the code of an export
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    folder = export(trained, tmp_path / "export").folder
+    outside = HarnessLM(pretrained=str(folder), trust_remote_code=True, batch_size=2, device="cpu")
+    model, config = depthlm.load(trained)
+    ours = language_model(model, config, trained, 2, "fp32")
+    for (score, greedy), (other, other_greedy) in zip(
+        ask(ours, "loglikelihood", *ANSWERS), ask(outside, "loglikelihood", *ANSWERS), strict=True
+    ):
+        assert (score, greedy) == (pytest.approx(other, abs=1e-4), other_greedy)
+    assert ask(ours, "generate_until", *QUESTIONS) == ask(outside, "generate_until", *QUESTIONS)
+
+
+def test_scores_in_bf16_are_sums_in_fp32(trained):
+    model, config = depthlm.load(trained)
+    scores = [score for score, _ in ask(language_model(model, config, trained, 2, "bf16"), "loglikelihood", *ANSWERS)]
+    exact = [score for score, _ in ask(language_model(model, config, trained, 2, "fp32"), "loglikelihood", *ANSWERS)]
+    assert scores == pytest.approx(exact, rel=0.01)
+    # in bf16, a sum between 32 and 64 would be a multiple of 0.25
+    assert any(score % 0.125 for score in scores)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_text_ends_at_the_end_of_text_in_any_batch(trained, batch_size):
+    model, config = depthlm.load(trained)
+    lm, end = language_model(model, config, trained, batch_size, "fp32"), Tokenizer.load(trained).end_of_text
+
+    def spell(input_ids, **_):
+        """Return logits that choose the next letter of the alphabet, and the end of text after z."""
+        last = input_ids[:, -1:]
+        following = torch.where(last == ord("z"), end, last + 1)
+        return CausalLMOutputWithPast(logits=torch.nn.functional.one_hot(following, model.size.vocab_size).float())
+
+    lm.model.forward = spell
+    settings = {"until": ["\n"], "max_gen_toks": 8}
+    assert ask(lm, "generate_until", ("x", settings), ("t", settings)) == ["yz", "uvwxyz"]
+
+
+def test_a_task_that_allows_no_examples_has_no_result_with_examples(trained, task):
+    task.write_text(task.read_text() + "num_fewshot: 0\n")
+    with pytest.raises(SystemExit, match=r"one_shot/depth_words: UserError: the task allows no examples"):
+        run(f"run={trained}", f"tasks={task}", "shots=0,1")
+    recorded = json.loads((trained / "evaluation.json").read_text())
+    assert "zero_shot/depth_words/acc" in recorded
 
 
 def test_tasks_that_fail_keep_the_results_of_the_others(trained, task, tmp_path, capsys):
