@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -178,16 +178,19 @@ def line_of(frame: FrameType | None) -> str:
     return " of ".join(f"{f.f_code.co_name} ({Path(f.f_code.co_filename).name}:{f.f_lineno})" for f in frames)
 
 
-def abort(report: FailureReport, rank: int, main: int) -> None:
-    """Log the failure report and end this process, even if the main thread is in an uninterruptible operation."""
-    # the thread that holds the lock of the log may be stuck too
-    log_thread = threading.Thread(target=_log_report, args=(report, rank, main), daemon=True)
+def abort(report: FailureReport, rank: int, main: int, record: Callable[[str], None]) -> None:
+    """Log the failure report and end this process, even if the main thread is in an uninterruptible operation.
+
+    record: called with the text of the report, unless a signal ended the other rank.
+    """
+    # the thread that holds the lock of the log may be stuck too, and so may the file system
+    log_thread = threading.Thread(target=_log_report, args=(report, rank, main, record), daemon=True)
     log_thread.start()
     log_thread.join(LOG_SECONDS)
     os._exit(report.code)
 
 
-def _log_report(report: FailureReport, rank: int, main: int) -> None:
+def _log_report(report: FailureReport, rank: int, main: int, record: Callable[[str], None]) -> None:
     frame = sys._current_frames().get(main)
     log.error("%s; rank %d ends", report.text, rank)
     if rank in report.ranks and frame is not None:
@@ -196,3 +199,5 @@ def _log_report(report: FailureReport, rank: int, main: int) -> None:
         handler.flush()
     sys.stdout.flush()
     sys.stderr.flush()
+    if report.code in (1, 2):
+        record(report.text)

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed import DistError, HashStore, PrefixStore, Store
+from torch.distributed import DistError, HashStore, PrefixStore, Store, distributed_c10d
 
 from depthlm.distributed.launchers import Ranks, describe_launch, device_index, set_deepspeed_variables
 from depthlm.errors import UserError
@@ -60,6 +60,12 @@ def start_distributed(
             device_id=device if device.type == "cuda" else None,
         )
     return device
+
+
+def set_timeout_of_groups(timeout: timedelta) -> None:
+    """Give every process group of this rank the timeout of its collective operations."""
+    for group in distributed_c10d._world.pg_map:
+        distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def rendezvous(ranks: Ranks, arrival: timedelta) -> Store:

@@ -40,10 +40,12 @@ class Activity:
     """The progress of this rank, as marked by its main thread; marking costs next to nothing.
 
     report: reports an exception that is about to end this rank to the other ranks; any thread may call it.
+    record: is called with the reason before the failure of another rank ends this one.
     """
 
     def __init__(self) -> None:
         self.report: Callable[[BaseException], None] = lambda error: None
+        self.record: Callable[[str], None] = lambda reason: None
         self.phase, self.step, self.turn, self.limited = "starting", 0, 0, True
         self.marked = time.monotonic()
 
@@ -223,7 +225,7 @@ class Watcher:
             with self.lock:
                 report = self.listener.report_silent(self.rank_timeout, self.clock.tick(time.monotonic()))
             if report is not None and self.final_report is None and not self.closing:
-                return abort(report, self.rank, self.main)
+                return abort(report, self.rank, self.main, self.activity.record)
 
     def _exchange(self) -> None:
         """Send a heartbeat and any failure report, and read those of the others."""
@@ -265,7 +267,7 @@ class Watcher:
             return
         if self.rank == 0:
             self._wait_for_ranks()
-        abort(report, self.rank, self.main)
+        abort(report, self.rank, self.main, self.activity.record)
 
     def _wait_for_ranks(self) -> None:
         """Wait on rank 0, whose end ends the store, until the others have read the report, have left, or are silent."""

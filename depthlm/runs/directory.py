@@ -95,12 +95,16 @@ def write_failure(claim: Claim, error: Exception, rank: int) -> None:
     mistake, directory = isinstance(error, UserError), claim.run.path
     if rank != 0 or isinstance(error, InUseError) or (mistake and not directory.exists()):
         return
-    prefix = "" if mistake else f"{type(error).__name__}: "
-    record = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "error": f"{prefix}{error}"}
+    write_reason(claim, f"{error}" if mistake else f"{type(error).__name__}: {error}")
+
+
+def write_reason(claim: Claim, reason: str) -> None:
+    """Write the time, and why the attempt fails, to failure.json."""
+    record = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "error": reason}
     # if this cannot be written either, the original error still ends the run
     with suppress(OSError):
         if claim.may_write():
-            directory.mkdir(parents=True, exist_ok=True)
+            claim.run.path.mkdir(parents=True, exist_ok=True)
             replace_text(claim.run.failure, json.dumps(record, indent=1) + "\n")
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from depthlm.runs.directory import (
     mark_directory,
     record_failure,
     write_failure,
+    write_reason,
 )
 from depthlm.training.checkpoint.init_from import check_token_ids
 from depthlm.training.checkpoint.restoring import find_resume_point, restore
@@ -106,6 +108,7 @@ def set_up(config: Config, ranks: Ranks, claim: Claim, stack: ExitStack) -> Trai
     on_rank_0(lambda: describe_run(config, ranks, setup.plan.max_steps, saved or 0))
     check_shared(paths.path, ranks.rank, on_rank_0(lambda: mark_directory(claim)))
     if ranks.rank == 0:
+        activity.record = partial(write_reason, claim)
         setup.corpus.tokenizer.save(paths.path)
         log_to(paths.log)
     engine, cost = build(setup, import_initial=start is None)
@@ -168,7 +171,8 @@ def dry_run(config: Config) -> None:
             mechanism = config.model.name
             hours, source = gpu_hours(cost.flops_per_token * plan.total_tokens, mechanism), assumption(mechanism)
         rows = {
-            "peak memory": f"{peak_memory_gib(device):.2f} GiB",
+            "peak memory": f"{peak_memory_gib(device):.2f} GiB"
+            + (" on the largest rank" if plan.world_size > 1 else ""),
             "step": f"{seconds[-1]:.2f} s ({seconds[0]:.2f} s the first), "
             f"{plan.tokens_per_step / seconds[-1]:,.0f} tokens/s",
             "whole run": f"about {duration_text(seconds[-1] * plan.max_steps)} of steps",

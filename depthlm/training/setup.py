@@ -26,7 +26,13 @@ from depthlm.config.keys import flatten
 from depthlm.data import Batches, Corpus, check_prepared, open_corpus, prepare
 from depthlm.distributed import launchers
 from depthlm.distributed.launchers import Ranks
-from depthlm.distributed.process_group import gather, leave_distributed, on_rank_0, start_distributed
+from depthlm.distributed.process_group import (
+    gather,
+    leave_distributed,
+    on_rank_0,
+    set_timeout_of_groups,
+    start_distributed,
+)
 from depthlm.distributed.signals import end_on_signal
 from depthlm.distributed.watchdog import Activity, watch_ranks
 from depthlm.errors import UserError
@@ -97,6 +103,11 @@ def free_earlier_run() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def collective_timeout(config: Config) -> timedelta:
+    """Return the timeout of collective operations: the watchdog's act first, since it can name the rank to blame."""
+    return timedelta(minutes=2 * config.training.stall_timeout, seconds=config.training.rank_timeout)
+
+
 @contextmanager
 def process_group(config: Config, ranks: Ranks) -> Iterator[tuple[torch.device, Activity]]:
     """Join the process group and watch its ranks while the block runs. Yields this rank's device and its activity.
@@ -105,11 +116,9 @@ def process_group(config: Config, ranks: Ranks) -> Iterator[tuple[torch.device, 
     have different configurations or code.
     """
     training = config.training
-    # longer than the watchdog's timeouts, so that the watchdog acts first: it can name the rank to blame
-    timeout = timedelta(minutes=2 * training.stall_timeout, seconds=training.rank_timeout)
     with launchers.restored_variables():
         is_own = not torch.distributed.is_initialized()
-        device = start_distributed(ranks, timeout, device_choice=config.device)
+        device = start_distributed(ranks, collective_timeout(config), device_choice=config.device)
         try:
             with (
                 watch_ranks(ranks, training.rank_timeout, training.stall_timeout) as activity,
@@ -192,8 +201,13 @@ def build(setup: Setup, import_initial: bool) -> tuple[Engine, Cost]:
         import_weights(config, model)
     show_table("depthlm", rows, setup.ranks.rank)
     if plan.stages > 1:
-        return PipelineEngine(config, plan, model, layout, setup.device), cost
-    return build_engine(config, plan, model), cost
+        engine: Engine = PipelineEngine(config, plan, model, layout, setup.device)
+    else:
+        engine = build_engine(config, plan, model)
+    # the groups of a pipeline and of DeepSpeed have torch's default, which is shorter
+    if plan.world_size > 1:
+        set_timeout_of_groups(collective_timeout(config))
+    return engine, cost
 
 
 def compiles(config: Config, device: torch.device) -> bool:

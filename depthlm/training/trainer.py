@@ -356,6 +356,7 @@ class Trainer:
         losses = ValidationLosses.of_row(last) if last.get("step") == self.plan.max_steps else None
         losses = losses or self.validation_losses()
         self.check_directory()
+        peak = peak_memory_gib(self.device)
         if self.is_rank_0:
             summary = summary_of(
                 progress,
@@ -365,7 +366,7 @@ class Trainer:
                 self.cost,
                 unigram_entropy=corpus.unigram_entropy,
                 mfu=self.mfu(progress.tokens_per_second),
-                peak_memory_gib=peak_memory_gib(self.device),
+                peak_memory_gib=peak,
             )
             write_results(self.paths.path, summary)
             if self.config.evaluation.every is not None:

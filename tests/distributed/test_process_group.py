@@ -3,9 +3,10 @@
 from datetime import timedelta
 
 import pytest
+import torch
 
 from depthlm.distributed.launchers import Ranks
-from depthlm.distributed.process_group import rendezvous
+from depthlm.distributed.process_group import rendezvous, set_timeout_of_groups
 from depthlm.errors import UserError
 
 from ..ranks import free_port, rank_variables
@@ -24,3 +25,18 @@ def test_ranks_that_do_not_arrive_time_out(monkeypatch):
 def test_an_address_that_cannot_be_resolved_is_reported_at_once():
     with pytest.raises(UserError, match=r"cannot resolve.*export MASTER_ADDR"):
         rendezvous(Ranks(0, 0, 2, 1, "srun", 2, "no-such-node.invalid", 29500), SOON)
+
+
+def timeouts_of_groups() -> list[timedelta]:
+    world, cpu = torch.distributed.group.WORLD, torch.device("cpu")
+    groups = [world, torch.distributed.new_group([0, 1], timeout=SOON)]
+    before = world._get_backend(cpu).options._timeout
+    set_timeout_of_groups(timedelta(hours=5))
+    found = [group._get_backend(cpu).options._timeout for group in groups]
+    set_timeout_of_groups(before)
+    torch.distributed.destroy_process_group(groups[1])
+    return found
+
+
+def test_all_groups_of_a_rank_get_a_timeout(two_ranks):
+    assert two_ranks(timeouts_of_groups) == [[timedelta(hours=5)] * 2] * 2

@@ -41,7 +41,7 @@ class Fleet:
     def start_all(self, stall_timeout: float = 1000.0) -> list[Activity]:
         return [self.start(rank, stall_timeout) for rank in range(3)]
 
-    def end(self, report: FailureReport, rank: int, main: int) -> None:
+    def end(self, report: FailureReport, rank: int, *_: object) -> None:
         self.ended.setdefault(rank, report)
 
     def wait(self, *ranks: int, seconds: float = 5.0) -> float:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from depthlm.runs.records import read_run
+
 from ..forks import Forked, Forks
 from .test_train import wait_for_step
 
@@ -67,8 +69,10 @@ def test_a_dead_rank_ends_the_other(two, tmp_path, overrides):
     seconds, log = ends(ranks[0])
     assert seconds < TIMEOUT + 4
     assert "rank 1 (host " in log
-    assert f"pid {ranks[1].pid}) has sent no heartbeat for 2 s, the last one in step" in log
+    reason = f"pid {ranks[1].pid}) has sent no heartbeat for 2 s, the last one in step"
+    assert reason in log
     assert "Traceback" not in log
+    assert reason in (read_run(tmp_path / "run").failure or "")
 
 
 @pytest.mark.slow

@@ -26,10 +26,11 @@ FIRST_PROFILED, LAST_PROFILED = 3, 5
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory so far: of the GPU's allocator, or of this process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return peak_process_bytes() / 2**30
+    """Return the largest peak memory of all ranks so far: of a GPU's allocator, or of a process; collective."""
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_process_bytes()
+    peak_gib = torch.tensor(peak / 2**30, device=device)
+    torch.distributed.all_reduce(peak_gib, torch.distributed.ReduceOp.MAX)
+    return peak_gib.item()
 
 
 class MetricsFile:
