@@ -116,6 +116,14 @@ def test_muon_updates_each_expert_as_torchs_muon_updates_its_matrix_alone(shape)
     torch.testing.assert_close(some, updated[1:3], rtol=0, atol=1e-4)
 
 
+def test_muon_updates_a_stage_of_a_pipeline_that_has_only_matrices():
+    matrix = nn.Parameter(torch.eye(3))
+    groups = [{"params": [matrix], "kind": "matrix", "lr": 0.5, "weight_decay": 0.0}]
+    matrix.grad = torch.eye(3)
+    MuonAndAdamW(groups, 0.5, (0.9, 0.95), 1e-8).step()
+    assert (matrix.diagonal() < 1).all()
+
+
 def test_an_optimizer_of_the_user_trains_and_resumes(mine, small_run, tmp_path):
     for steps in (2, 4):
         more = ("training.max_steps=4", f"training.stop_after={steps}")

@@ -28,9 +28,10 @@ from depthlm.config.schema import Config
 from depthlm.config.validate.checks import check_together
 from depthlm.config.validate.explain import Compose, explain_overrides, is_odd
 from depthlm.config.validate.machine import check_machine, check_starts
-from depthlm.errors import ConfigError
+from depthlm.errors import ConfigError, UserError
 from depthlm.locations import CONF
 from depthlm.machine import environment
+from depthlm.run_directory import RunDirectory
 
 
 def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None, *, here: bool = True) -> Config:
@@ -138,6 +139,11 @@ def _resolve(config: Config, saved: Config | None, sources: Sources, fast_precis
 
 
 def _fast_precision(config: Config) -> str:
+    with suppress(UserError):
+        # a run keeps its precision on another machine
+        saved = load_config(RunDirectory.of(config.output_dir).path)
+        if saved.precision.name in ("bf16", "fp32"):
+            return saved.precision.name
     return environment.fast_precision(environment.device_type(config.device), config.size.hidden_size)
 
 

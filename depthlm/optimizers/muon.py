@@ -34,7 +34,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         ns_steps: int = 5,
     ) -> None:
         others = [group for group in groups if group["kind"] not in MATRICES]
-        self.adamw = torch.optim.AdamW(others, lr, betas, eps, fused=True)
+        # each step gives it the groups anew, and without any, as on some stages of a pipeline, it raises an error
+        self.adamw = torch.optim.AdamW(others or [{"params": [torch.zeros(0)]}], lr, betas, eps, fused=True)
         for group in groups:
             if group["kind"] in MATRICES:
                 group |= {"momentum": momentum, "ns_steps": ns_steps}

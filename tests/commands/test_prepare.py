@@ -20,6 +20,8 @@ def test_a_corpus_is_prepared_once_and_summarised_and_a_mistake_exits_with_2(cor
     main(overrides, "prepare")
     assert "22,257" in done.stdout
     assert "22,257" in capsys.readouterr().out
+    # as copied from the command that trains on another machine
+    main([*overrides, "precision=fp16", "deepspeed=zero1", "device=cuda", "init_from=not/yet/trained"], "prepare")
     assert (tmp_path / "tokens/manifest.json").stat() == before
     done = forks.run(["data/prepare.py", "data=local", f"data.source={tmp_path}/nowhere"])
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)

@@ -13,8 +13,10 @@ from depthlm.commands.train import read_command_line
 from depthlm.config import ConfigError, compose, run_steps, warmup_steps
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf, open_names
 from depthlm.config.keys import keys
+from depthlm.config.saved import config_text
 from depthlm.errors import UserError
 from depthlm.locations import CONF, REPOSITORY
+from depthlm.machine import environment
 
 
 def test_the_default_is_vanilla_tiny_on_the_standard_library_and_overrides_are_a_list():
@@ -24,6 +26,17 @@ def test_the_default_is_vanilla_tiny_on_the_standard_library_and_overrides_are_a
     assert config.precision.name in ("fp32", "bf16")
     with pytest.raises(ConfigError, match=re.escape("must be a list, as in ['size=micro', 'seed=2']")):
         depthlm.compose("size=micro seed=2")
+
+
+def test_a_run_keeps_its_precision_on_a_machine_that_computes_another_one_fast(tmp_path, monkeypatch):
+    for name, device_of_run in (("old", "fp32"), ("new", "bf16")):
+        monkeypatch.setattr(environment, "fast_precision", lambda *_, fast=device_of_run: fast)
+        config = depthlm.compose([f"output_dir={tmp_path / name}"])
+        assert config.precision.name == device_of_run
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(config_text(config))
+    assert depthlm.compose([f"output_dir={tmp_path / 'old'}"]).precision.name == "fp32"
+    assert depthlm.compose([f"output_dir={tmp_path / 'old'}", "precision=bf16"]).precision.name == "bf16"
 
 
 def options(group: str) -> list[str]:

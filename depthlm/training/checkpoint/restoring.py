@@ -97,6 +97,8 @@ def restore(engine: Engine, start: ResumePoint | None, directory: Path) -> Progr
     progress = start.manifest.progress()
     if start.forked:
         progress.wandb_id, progress.row = None, {}
+        # the losses of its own data, length and batch decide what is a spike
+        progress.recent_losses, progress.spikes = [], None
         progress.begin_interval()
         log.info("forked from %s", start.path.parent.parent)
         log.info("it had done %d steps", progress.step)

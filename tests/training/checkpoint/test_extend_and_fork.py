@@ -14,7 +14,7 @@ from depthlm.runs.records import read_metrics
 from depthlm.training import train
 from depthlm.training.engine import Engine
 
-from ..run_files import curve, losses, weights
+from ..run_files import curve, losses, manifest, weights
 
 
 # (ranks, stage) until the run ends; each segment has three steps
@@ -75,6 +75,8 @@ def test_a_fork_continues_from_the_state_with_other_settings(train_run, small_ru
     fork = train_run(*other, name="other", stops=(6, 10))
     rows = list(read_metrics(fork / "metrics.jsonl"))
     assert [row["step"] for row in rows] == [5, 6, 7, 8, 9, 10]
+    # what a spike is depends on the losses of the fork alone
+    assert len(manifest(fork)["recent_losses"]) == 6
     assert rows[0]["loss"] == curve(source)[4][2]
     assert all(row["learning_rate"] <= 1e-5 for row in rows)
     log = (fork / "train.log").read_text()
