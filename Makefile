@@ -81,4 +81,4 @@ resolve: .venv/.installed-dev
 	touch $@
 
 clean:
-	rm -rf .venv outputs data/tokens site
+	rm -rf .venv site

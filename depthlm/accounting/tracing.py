@@ -268,11 +268,12 @@ class _SimulatedDevice(TorchFunctionMode):
         return tree_map(lambda x: self._to(x, to) if isinstance(x, Tensor) and x.dtype in types else x, (args, kwargs))
 
     def _to(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        if self.cast_weights is None or not (x.is_leaf and x.requires_grad) or x.dtype == dtype:
+        cast_weights = self.cast_weights if torch.is_autocast_cache_enabled() else None
+        if cast_weights is None or not (x.is_leaf and x.requires_grad) or x.dtype == dtype:
             return x.to(dtype)
-        if id(x) not in self.cast_weights:
-            self.cast_weights[id(x)] = x.to(dtype)
-        return self.cast_weights[id(x)]
+        if id(x) not in cast_weights:
+            cast_weights[id(x)] = x.to(dtype)
+        return cast_weights[id(x)]
 
 
 class _FusedNorm(torch.autograd.Function):

@@ -149,7 +149,7 @@ def setting_meanings(docstring: str) -> dict[str, str]:
     meanings: dict[str, str] = {}
     current: list[str] = []
     for line in docstring.splitlines():
-        match = re.match(r"((?:\w+(?:, )?)+): (.+)", line)
+        match = re.match(r"(\w+(?:, \w+)*): (.+)", line)
         if match:
             current = match[1].split(", ")
             meanings |= dict.fromkeys(current, match[2])

@@ -1,6 +1,7 @@
 """`python -m depthlm inspect`: figures of the model of a run."""
 
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from depthlm.runs.plots import save
 
 # tokens per forward pass: the attention maps of more tokens need gigabytes
 PASS = 2048
+# characters in a line of a panel's title
+TITLE_WIDTH = 30
 
 
 @dataclass
@@ -95,12 +98,15 @@ def inspect_run(arguments: Inspect) -> Path:
 def draw_mechanism(run: "Run", arguments: Inspect) -> tuple[list[Picture], list[str]]:
     """Return the pictures of a run's mechanism and of the depth mixing matrices, and messages."""
     pictures, messages = collect(run.model, run.windows())
-    matrices = []
+    folders, titles, matrices = [arguments.run, *(arguments.compare or ())], [], []
     for each in chain([run], (read_run(Path(other), arguments) for other in arguments.compare or ())):
         matrix, warnings = depth_mixing(each.model, each.windows())
-        matrices.append((f"{each.config.model.name}, {each.config.size.name}", matrix))
+        titles.append(f"{each.config.model.name}, {each.config.size.name}")
+        matrices.append(matrix)
         messages += warnings
-    return [*pictures, mixing_picture(matrices)], messages
+    if len({*titles}) < len(titles):
+        titles = [textwrap.fill(Path(folder).resolve().name, TITLE_WIDTH) for folder in folders]
+    return [*pictures, mixing_picture(list(zip(titles, matrices, strict=True)))], messages
 
 
 class Run(NamedTuple):

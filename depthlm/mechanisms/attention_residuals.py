@@ -366,8 +366,8 @@ def gated_cost(cost: Cost, size: Size, num_reads: int, sums: bool = False, flops
 
 def gate_figure(gate: Tensor) -> Figure:
     """Return the figure of g of the reads of a sublayer."""
-    panels = ("q", "k", "v") if len(gate) == 3 else ("g",)
-    return Figure("gate", gate, ("panel",), "the share of the attention over depth in each read", panels=panels)
+    name, panels = ("gate_qkv", ("q", "k", "v")) if len(gate) == 3 else ("gate", ("g",))
+    return Figure(name, gate, ("panel",), "the share of the attention over depth in each read", panels=panels)
 
 
 def figure(alpha: Tensor, sources: str) -> Figure:

@@ -331,13 +331,22 @@ def _contexts(kernels: str) -> tuple[AbstractContextManager, AbstractContextMana
 
 def _selective(kernels: str) -> tuple[AbstractContextManager, AbstractContextManager]:
     forward, again = create_selective_checkpoint_contexts(stored_operators())
-    return forward, _both(using(kernels), again)
+    return _without_cache(nullcontext(), forward), _without_cache(using(kernels), again)
 
 
 @contextmanager
-def _both(outer: AbstractContextManager, inner: AbstractContextManager) -> Iterator[None]:
-    with outer, inner:
-        yield
+def _without_cache(outer: AbstractContextManager, inner: AbstractContextManager) -> Iterator[None]:
+    """Enter two contexts in which autocast casts each weight anew.
+
+    A later loop would take the cast of an earlier one from the cache, and its recomputation would not find it there.
+    """
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with outer, inner:
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
 
 def stored_operators() -> list[Any]:

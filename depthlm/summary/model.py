@@ -88,6 +88,9 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
         for name, text in cost_rows(hours, source, config.price).items():
             table.add_row(f"run, {name}", text)
     console.print(table)
+    if not summary["memory_per_gpu"]:
+        console.print("memory per GPU: no estimate in a pipeline; dry_run=true measures it", soft_wrap=True)
+        return
     setting = (
         f"{gpus} GPUs, {summary['precision']}, micro-batch {summary['micro_batch_size']} x {summary['sequence_length']}"
     )
@@ -110,8 +113,8 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
     """Return parameters by part, FLOPs per token, tokens, and the memory of each of `gpus` GPUs for every ZeRO stage.
 
     The activations are those of one micro-batch or, if its size is not configured, of one GPU's share of the batch. The
-    summary also has the largest micro-batch for each memory size of GPUS. Raises UserError if the decoder cannot be
-    traced, or if the experts cannot be spread over as many GPUs as configured.
+    summary also has the largest micro-batch for each memory size of GPUS. In a pipeline, memory is not estimated.
+    Raises UserError if the decoder cannot be traced, or if the experts cannot be spread over so many GPUs.
     """
     if gpus % config.deepspeed.experts:
         raise UserError(f"deepspeed.experts={config.deepspeed.experts}: must divide --gpus={gpus}")
@@ -133,9 +136,14 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
 
         return total(micro_batch_size), {f"{gb}GB": largest(range(1, 2**16), gb * 1e9, total) for gb in GPUS}
 
+    # the stages of a pipeline have different layers, and no other sharding
+    is_estimated = training.pipeline.stages == 1
     try:
-        stages = {f"zero{stage}": per_gpu(stage, training.activation_checkpointing) for stage in range(4)}
-        choices = {recompute: per_gpu(config.deepspeed.stage, recompute) for recompute in CHOICES}
+        stages = {
+            f"zero{stage}": per_gpu(stage, training.activation_checkpointing)
+            for stage in range(4 if is_estimated else 0)
+        }
+        choices = {recompute: per_gpu(config.deepspeed.stage, recompute) for recompute in CHOICES if is_estimated}
     except UntracedError as error:
         raise UserError(str(error)) from None
     return {
@@ -202,8 +210,9 @@ def recomputed_flops(model: Decoder, recompute: bool | int | str, sequence_lengt
     again; its PyTorch code repeats even less, since its matrix products are stored too.
     """
     if recompute == "selective":
-        # attention over the sequence is stored
-        return overhead(model, 0).flops_per_token
+        # linear layers and attention over the sequence are stored
+        attentions = sum(layer.attention.forward_flops(0, True) for layer in model.layers)
+        return model.loops * attentions + sum(connection.cost.flops for connection in list(model.connections)[:-1])
     flops = flops_per_token(model, sequence_length)
     passes = model.loops * model.size.num_layers
     layers = math.ceil(passes / int(recompute)) if recompute else 0

@@ -94,7 +94,11 @@ def what_fits(estimator: MemoryEstimator, config: Config, ranks: Ranks, availabl
             def total(size: int, stage: int = stage, checkpointing: bool | int | str = checkpointing) -> float:
                 return estimator.estimate(stage, world, size, share // size, checkpointing).total
 
-            size = largest(sizes, available, total)
+            try:
+                size = largest(sizes, available, total)
+            except UntracedError:
+                # a mechanism of the user, perhaps with this choice alone
+                size = None
             if size is None:
                 continue
             overrides = [f"deepspeed=zero{stage}"] if stage > sharding.stage else []

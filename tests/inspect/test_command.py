@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from depthlm.__main__ import main
-from depthlm.inspect.command import windows
+from depthlm.config.arguments import read_arguments
+from depthlm.inspect.command import Inspect, draw_mechanism, read_run, windows
 
 
 def inspect(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
@@ -49,6 +50,15 @@ def test_own_text_another_folder_and_several_runs(trained, tmp_path, monkeypatch
     assert arrays["depth_mixing"].shape == (5, 5)
     for number in (2, 3):
         np.testing.assert_array_equal(arrays[f"depth_mixing_{number}"], arrays["depth_mixing"])
+
+
+def test_runs_of_one_mechanism_and_size_are_named_by_their_directories(trained, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(trained, other)
+    arguments = read_arguments(Inspect, [f"run={trained}", f"compare={other}", "text=the depth"])
+    pictures, _ = draw_mechanism(read_run(trained, arguments), arguments)
+    (matrices,) = (picture.draw.args[0] for picture in pictures if picture.name == "depth_mixing")
+    assert [title for title, _ in matrices] == [trained.name, "other"]
 
 
 def test_windows_contain_every_token_once():

@@ -79,6 +79,22 @@ def test_the_largest_micro_batch_fits_a_gpu_and_what_activation_checkpointing_sa
     assert again["2"] == again["true"] / 2
 
 
+def test_a_looped_decoder_has_a_summary_and_a_pipeline_has_one_without_memory(capsys):
+    looped = summarize(compose(["model=depth_attention", "model.loops=2", *SMALL, "precision=bf16"], here=False), 1)
+    assert 0 < looped["activation_checkpointing"]["true"]["memory"] < looped["memory_per_gpu"]["zero0"]
+    pipeline = compose([*SMALL, "training.pipeline={stages: 2, chunks: 1}", "training.micro_batch_size=1"], here=False)
+    assert summarize(pipeline, 2)["memory_per_gpu"] == {}
+    print_summary(pipeline, 2, as_json=False)
+    assert "memory per GPU: no estimate in a pipeline" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model", ["shared_kv", "moda", "mhc"])
+def test_selective_recomputation_repeats_less_than_the_mechanism_adds(model):
+    summary = summarize(compose([f"model={model}", *SMALL], here=False), 1)
+    again = summary["activation_checkpointing"]["selective"]["recomputed_flops_per_token"]
+    assert 0 <= again <= max(0, summary["extra"]["flops_per_token"])
+
+
 def test_a_decoder_that_cannot_be_traced_is_a_user_error(monkeypatch):
     monkeypatch.setattr("depthlm.model.Decoder.forward", lambda *_: torch.zeros(1, device="meta").item())
     with pytest.raises(UserError, match="vanilla cannot be traced"):
