@@ -126,8 +126,9 @@ def long_run_remark(config: Config) -> str:
     """Return a remark on the batch of a run of more than a million steps, else an empty text."""
     if (run_steps(config) or 0) <= LONG_RUN:
         return ""
-    tokens = config.training.batch_size * config.training.sequence_length
-    return f"{tokens:,} tokens a step are few for so long a run; training.batch_tokens=1M takes fewer steps"
+    length = config.training.sequence_length
+    tokens, larger = config.training.batch_size * length, max(1, 2**20 // length)
+    return f"{tokens:,} tokens a step are few for so long a run; training.batch_size={larger} takes fewer steps"
 
 
 def cost_rows(hours: float, source: str, price: float | None) -> dict[str, str]:

@@ -9,7 +9,7 @@ import torch
 
 import depthlm
 from depthlm.__main__ import main
-from depthlm.accounting.cost import MEASURED_MFU, count_parameters, flops_per_token
+from depthlm.accounting.cost import MEASURED_MFU, count_parameters, flops_per_token, long_run_remark
 from depthlm.accounting.memory import MemoryEstimator
 from depthlm.config import compose
 from depthlm.errors import UserError
@@ -47,6 +47,12 @@ def test_gpu_hours_follow_from_the_flops_and_the_stated_assumption(capsys):
     assert "zero3" in printed
     assert re.search(r"GPU hours .* on 4\) on H100 GPUs at 39.9% of their 989 TFLOP/s, as vanilla reached", printed)
     assert f"run, cost ${3 * hours:.2f} at $3.00 per GPU hour" in printed
+
+
+def test_the_batch_that_is_advised_for_a_long_run_makes_it_shorter():
+    overrides = ["size=1.5b", "training.max_tokens=50B"]
+    (larger,) = re.findall(r"training\S+=\d+", long_run_remark(compose(overrides, here=False)))
+    assert long_run_remark(compose([*overrides, larger], here=False)) == ""
 
 
 def test_hours_assume_what_a_gpu_reached():
