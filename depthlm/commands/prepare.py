@@ -27,9 +27,7 @@ def main(arguments: list[str], program: str) -> None:
     options = read_options(arguments, program)
     if options.import_tokens:
         return import_ids(options)
-    # a login node may prepare what other machines train; only the run of somebody else is checked for what it names
-    is_derived = any(text.startswith("run=") for text in options.overrides)
-    data = compose(options.overrides, options.config_dir, here=is_derived).data
+    data = compose(options.overrides, options.config_dir, here="data").data
     check_only(data, options.only)
     folders = token_folders(data) if options.verify else prepare(data, only=options.only)
     folders = {name: folder for name, folder in folders.items() if not options.only or name in options.only}

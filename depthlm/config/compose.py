@@ -1,10 +1,13 @@
 """Compose command-line overrides into a checked, resolved `Config`."""
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
@@ -27,14 +30,16 @@ from depthlm.config.saved import check_reach, load_config, read_config
 from depthlm.config.schema import Config
 from depthlm.config.validate.checks import check_together
 from depthlm.config.validate.explain import Compose, explain_overrides, is_odd
-from depthlm.config.validate.machine import check_machine, check_starts
+from depthlm.config.validate.machine import check_machine, check_starts, check_text
 from depthlm.errors import ConfigError, UserError
 from depthlm.locations import CONF
 from depthlm.machine import environment
 from depthlm.run_directory import RunDirectory
 
 
-def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None, *, here: bool = True) -> Config:
+def compose(
+    overrides: Sequence[str] = (), config_dir: str | Path | None = None, *, here: bool | Literal["data"] = True
+) -> Config:
     """Return the configuration of `python train.py <overrides>`, resolved and checked.
 
     With `run=<directory>`, this is the configuration of that run with the other overrides on top. With `config=<file>`,
@@ -42,7 +47,8 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None,
 
     config_dir: an additional folder of configuration files, as with `--config-dir`.
     here: whether this machine trains it, so that its devices, files and packages are checked, as is a run of somebody
-        else, and precision=auto is what the machine computes fast; otherwise precision=auto is bf16.
+        else, and precision=auto is what the machine computes fast; otherwise precision=auto is bf16. "data": whether it
+        prepares the data, so that of these only the text and the tokenizer are checked, and a run of somebody else.
 
     Raises ConfigError with all mistakes in the overrides; if there are none, with all mistakes across fields. With
     here=True, raises UserError for the run of somebody else that names paths, addresses or services.
@@ -138,22 +144,28 @@ def _resolve(config: Config, saved: Config | None, sources: Sources, fast_precis
     return config if sources.run is None or saved is None else place_derived(sources.run, saved, config, texts)
 
 
-def _fast_precision(config: Config) -> str:
-    with suppress(UserError):
-        # a run keeps its precision on another machine
-        saved = load_config(RunDirectory.of(config.output_dir).path)
-        if saved.precision.name in ("bf16", "fp32"):
-            return saved.precision.name
+def _choose_precision(config: Config, is_placed: bool) -> str:
+    """Return the precision for `auto`. is_placed: output_dir is that of the run, not of the run that it follows."""
+    run = RunDirectory.of(config.output_dir)
+    # with a checkpoint, a run keeps its precision on another device
+    if is_placed and os.path.exists(run.saved):
+        with suppress(UserError, OSError):
+            saved = load_config(run.path)
+            if saved.precision.name in ("bf16", "fp32"):
+                return saved.precision.name
     return environment.fast_precision(environment.device_type(config.device), config.size.hidden_size)
 
 
-def _resolve_and_check(config: Config, saved: Config | None, sources: Sources, here: bool) -> Config:
+def _resolve_and_check(config: Config, saved: Config | None, sources: Sources, here: bool | Literal["data"]) -> Config:
     points = [point for point in config.experiment.points if isinstance(point, dict)]
     # the keys whose value is another point of the experiment
     starts = {str(name) for point in points for name, value in point.items() if str(value).startswith("@")}
-    config = _resolve(config, saved, sources, _fast_precision if here else lambda config: "bf16")
+    fast_precision = partial(_choose_precision, is_placed=sources.run is None) if here else lambda config: "bf16"
+    config = _resolve(config, saved, sources, fast_precision)
     errors = check_together(config, given_names(sources.overrides))
-    if here:
+    if here == "data":
+        errors += check_text(config)
+    elif here:
         errors += [*check_machine(config), *check_starts(config, starts)]
     if errors:
         raise ConfigError(errors)

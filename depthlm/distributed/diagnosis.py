@@ -15,6 +15,7 @@ from typing import Self
 from torch.distributed import DistError
 
 from depthlm.distributed.process_group import Rank0Error
+from depthlm.distributed.signals import INTERRUPTED, STOPPED
 from depthlm.errors import UserError
 from depthlm.locations import PACKAGE
 
@@ -195,9 +196,9 @@ def _log_report(report: FailureReport, rank: int, main: int, record: Callable[[s
     log.error("%s; rank %d ends", report.text, rank)
     if rank in report.ranks and frame is not None:
         log.error("rank %d is at:\n%s", rank, "".join(traceback.format_stack(frame)).rstrip())
+    if report.code not in (STOPPED, INTERRUPTED):
+        record(report.text)
     for handler in log.handlers:
         handler.flush()
     sys.stdout.flush()
     sys.stderr.flush()
-    if report.code in (1, 2):
-        record(report.text)

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -62,9 +62,14 @@ def start_distributed(
     return device
 
 
-def set_timeout_of_groups(timeout: timedelta) -> None:
-    """Give every process group of this rank the timeout of its collective operations."""
-    for group in distributed_c10d._world.pg_map:
+def process_groups() -> set[Any]:
+    """Return the process groups of which this rank is a member."""
+    return {*distributed_c10d._world.pg_map}
+
+
+def set_timeout(groups: Iterable[Any], timeout: timedelta) -> None:
+    """Set the timeout of the collective operations of process groups."""
+    for group in groups:
         distributed_c10d._set_pg_timeout(timeout, group)
 
 

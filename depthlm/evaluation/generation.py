@@ -65,9 +65,9 @@ def write_text(arguments: Generate) -> None:
     device = torch.device(usable_device(arguments.device))
     model, config = load(arguments.run, device, arguments.trust or ())
     tokenizer = Tokenizer.load(arguments.run)
+    prompt_ids = tokenizer.encode_batch(prompts)
     # a document follows the end of another one
-    before = tokenizer.encode_batch(prompts)
-    encoded = [ids or [tokenizer.end_of_text] for ids in before]
+    encoded = [ids or [tokenizer.end_of_text] for ids in prompt_ids]
     context = config.training.sequence_length
     available = context - max(map(len, encoded))
     new_tokens = arguments.max_new_tokens or max(1, min(NEW_TOKENS, available))
@@ -83,12 +83,12 @@ def write_text(arguments: Generate) -> None:
     with autocast:
         if arguments.prompts is None:
             steps = _continue(model, tokenizer, encoded, new_tokens, arguments, generator)
-            _print_stream(prompts[0], (text_after(tokenizer, before[0], row) for (row,) in steps))
+            _print_stream(prompts[0], (text_after(tokenizer, prompt_ids[0], row) for (row,) in steps))
             return
         for start in range(0, len(encoded), arguments.batch_size):
             part = slice(start, start + arguments.batch_size)
             *_, last = _continue(model, tokenizer, encoded[part], new_tokens, arguments, generator)
-            for prompt, ids, row in zip(prompts[part], before[part], last, strict=True):
+            for prompt, ids, row in zip(prompts[part], prompt_ids[part], last, strict=True):
                 continued = {"prompt": prompt, "text": text_after(tokenizer, ids, row)}
                 print(json.dumps(continued, ensure_ascii=False), flush=True)
 

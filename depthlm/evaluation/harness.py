@@ -151,7 +151,7 @@ def language_model(model: Decoder, config: Config, run: Path, batch_size: int, p
         tokenizer=tokenizer,
         batch_size=batch_size,
         mixed_precision_dtype=AUTOCAST.get(precision),
-        # the sum of log probabilities in 16 bits would be a multiple of 0.25 or more
+        # in bf16, a sum of log probabilities between 32 and 64 would be a multiple of 0.25
         softmax_dtype="float32",
         # truncates a prompt that is longer than the context on the left
         truncation=True,
@@ -164,13 +164,9 @@ def run_job(lm: Any, job: Job, manager: Any, limit: int | None) -> dict[str, flo
     from lm_eval.evaluator import evaluate
 
     loaded = manager.load([job.task])
-    # a task that forbids examples says 0
-    allowing = [task for task in loaded["tasks"].values() if task.get_config("num_fewshot") != 0]
-    if job.shots and not allowing:
-        raise UserError("the task allows no examples before a question (num_fewshot: 0); use shots=0")
-    for task in allowing:
-        task.set_config(key="num_fewshot", value=job.shots)
     for task in loaded["tasks"].values():
+        if _allows_examples(task):
+            task.set_config(key="num_fewshot", value=job.shots)
         task.set_fewshot_seed(seed=SEED)
     output = evaluate(lm=lm, task_dict=loaded, limit=limit, bootstrap_iters=0)
     metrics = _metrics(output, job.task)
@@ -179,18 +175,30 @@ def run_job(lm: Any, job: Job, manager: Any, limit: int | None) -> dict[str, flo
     return {f"{job.key}/{metric}": value for metric, value in metrics.items()}
 
 
+def _allows_examples(task: Any) -> bool:
+    """Return whether questions of a task of the harness may have examples before them; one that forbids them says 0."""
+    return task.get_config("num_fewshot") != 0
+
+
 def check_datasets(manager: Any, jobs: Sequence[Job]) -> None:
-    """Raise a UserError that lists every task whose dataset cannot be loaded, before any task is run."""
-    tasks = list(dict.fromkeys(job.task for job in jobs))
-    missing = []
+    """Raise a UserError, before any task is run, that lists every task whose dataset cannot be loaded.
+
+    Also raises one for a task that allows no examples, if a job has some.
+    """
+    tasks, with_examples = list(dict.fromkeys(job.task for job in jobs)), {job.task for job in jobs if job.shots}
+    missing, without = [], []
     for task in tasks:
         try:
-            manager.load(task)
+            parts = manager.load(task)["tasks"].values()
+            if task in with_examples and not any(map(_allows_examples, parts)):
+                without.append(task)
         except Exception as error:  # the harness has no common type for errors in data or in task files
             missing.append(f"  - {task}: {(str(error).strip() or type(error).__name__).splitlines()[0]}")
     if missing:
         head = f"tasks=: {len(missing)} of {len(tasks)} tasks have no dataset here:"
         raise UserError("\n".join([head, *missing, WITHOUT_HUB]))
+    if without:
+        raise UserError(f"tasks={without[0]}: allows no examples before a question (num_fewshot: 0); give it shots=0")
 
 
 @contextlib.contextmanager

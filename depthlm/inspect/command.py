@@ -105,7 +105,7 @@ def draw_mechanism(run: "Run", arguments: Inspect) -> tuple[list[Picture], list[
         matrices.append(matrix)
         messages += warnings
     if len({*titles}) < len(titles):
-        titles = [textwrap.fill(Path(folder).resolve().name, TITLE_WIDTH) for folder in folders]
+        titles = [textwrap.fill(str(folder), TITLE_WIDTH) for folder in folders]
     return [*pictures, mixing_picture(list(zip(titles, matrices, strict=True)))], messages
 
 

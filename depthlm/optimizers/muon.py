@@ -34,7 +34,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         ns_steps: int = 5,
     ) -> None:
         others = [group for group in groups if group["kind"] not in MATRICES]
-        # each step gives it the groups anew, and without any, as on some stages of a pipeline, it raises an error
+        # AdamW refuses an empty list, which some stages of a pipeline have; `step` replaces the groups
         self.adamw = torch.optim.AdamW(others or [{"params": [torch.zeros(0)]}], lr, betas, eps, fused=True)
         for group in groups:
             if group["kind"] in MATRICES:

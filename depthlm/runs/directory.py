@@ -132,6 +132,9 @@ def lock_run_directory(claim: Claim) -> Iterator[None]:
                 lock_file.unlink()
                 directory.rmdir()
             claim.lock = None
+            # data workers that have inherited the file would keep it locked
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def _lock(file: TextIO, directory: Path) -> None:

@@ -137,13 +137,10 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
         return total(micro_batch_size), {f"{gb}GB": largest(range(1, 2**16), gb * 1e9, total) for gb in GPUS}
 
     # the stages of a pipeline have different layers, and no other sharding
-    is_estimated = training.pipeline.stages == 1
+    sharding, recomputing = (range(4), CHOICES) if training.pipeline.stages == 1 else ((), ())
     try:
-        stages = {
-            f"zero{stage}": per_gpu(stage, training.activation_checkpointing)
-            for stage in range(4 if is_estimated else 0)
-        }
-        choices = {recompute: per_gpu(config.deepspeed.stage, recompute) for recompute in CHOICES if is_estimated}
+        stages = {f"zero{stage}": per_gpu(stage, training.activation_checkpointing) for stage in sharding}
+        choices = {recompute: per_gpu(config.deepspeed.stage, recompute) for recompute in recomputing}
     except UntracedError as error:
         raise UserError(str(error)) from None
     return {

@@ -30,7 +30,8 @@ from depthlm.distributed.process_group import (
     gather,
     leave_distributed,
     on_rank_0,
-    set_timeout_of_groups,
+    process_groups,
+    set_timeout,
     start_distributed,
 )
 from depthlm.distributed.signals import end_on_signal
@@ -175,7 +176,7 @@ def build(setup: Setup, import_initial: bool) -> tuple[Engine, Cost]:
 
     import_initial: whether to read the weights of init_from, if it is set.
     """
-    config, plan, corpus = setup.config, setup.plan, setup.corpus
+    config, plan, corpus, earlier = setup.config, setup.plan, setup.corpus, process_groups()
     # the accounting needs shapes, which a sharded model does not have
     model = build_model(config, "meta")
     model.checkpoint_activations(config.training.activation_checkpointing)
@@ -204,9 +205,8 @@ def build(setup: Setup, import_initial: bool) -> tuple[Engine, Cost]:
         engine: Engine = PipelineEngine(config, plan, model, layout, setup.device)
     else:
         engine = build_engine(config, plan, model)
-    # the groups of a pipeline and of DeepSpeed have torch's default, which is shorter
-    if plan.world_size > 1:
-        set_timeout_of_groups(collective_timeout(config))
+    # those of a pipeline and of DeepSpeed have torch's default
+    set_timeout(process_groups() - earlier, collective_timeout(config))
     return engine, cost
 
 

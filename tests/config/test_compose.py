@@ -35,6 +35,8 @@ def test_a_run_keeps_its_precision_on_a_machine_that_computes_another_one_fast(t
         assert config.precision.name == device_of_run
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(config_text(config))
+    assert depthlm.compose([f"output_dir={tmp_path / 'old'}"]).precision.name == "bf16"
+    (tmp_path / "old" / ".saved").touch()
     assert depthlm.compose([f"output_dir={tmp_path / 'old'}"]).precision.name == "fp32"
     assert depthlm.compose([f"output_dir={tmp_path / 'old'}", "precision=bf16"]).precision.name == "bf16"
 

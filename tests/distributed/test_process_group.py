@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from depthlm.distributed.launchers import Ranks
-from depthlm.distributed.process_group import rendezvous, set_timeout_of_groups
+from depthlm.distributed.process_group import process_groups, rendezvous, set_timeout
 from depthlm.errors import UserError
 
 from ..ranks import free_port, rank_variables
@@ -27,16 +27,14 @@ def test_an_address_that_cannot_be_resolved_is_reported_at_once():
         rendezvous(Ranks(0, 0, 2, 1, "srun", 2, "no-such-node.invalid", 29500), SOON)
 
 
-def timeouts_of_groups() -> list[timedelta]:
-    world, cpu = torch.distributed.group.WORLD, torch.device("cpu")
-    groups = [world, torch.distributed.new_group([0, 1], timeout=SOON)]
-    before = world._get_backend(cpu).options._timeout
-    set_timeout_of_groups(timedelta(hours=5))
-    found = [group._get_backend(cpu).options._timeout for group in groups]
-    set_timeout_of_groups(before)
-    torch.distributed.destroy_process_group(groups[1])
+def timeout_of_a_group() -> timedelta:
+    earlier = process_groups()
+    group = torch.distributed.new_group([0, 1], timeout=SOON)
+    set_timeout(process_groups() - earlier, timedelta(hours=5))
+    found = group._get_backend(torch.device("cpu")).options._timeout
+    torch.distributed.destroy_process_group(group)
     return found
 
 
-def test_all_groups_of_a_rank_get_a_timeout(two_ranks):
-    assert two_ranks(timeouts_of_groups) == [[timedelta(hours=5)] * 2] * 2
+def test_a_group_gets_a_timeout_after_it_was_made(two_ranks):
+    assert two_ranks(timeout_of_a_group) == [timedelta(hours=5)] * 2

@@ -61,7 +61,8 @@ def ends(process: Forked) -> tuple[float, str]:
 
 
 # `python -m tests.chaos` also stops ranks
-@pytest.mark.parametrize("overrides", [(), pytest.param(STAGES, marks=pytest.mark.slow)])
+# data workers inherit the lock of the run directory
+@pytest.mark.parametrize("overrides", [("data.num_workers=1",), pytest.param(STAGES, marks=pytest.mark.slow)])
 def test_a_dead_rank_ends_the_other(two, tmp_path, overrides):
     ranks = two(*overrides)
     wait_for_step(tmp_path / "run", 3, ranks[0])

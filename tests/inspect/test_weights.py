@@ -63,6 +63,19 @@ def test_attention_residuals_with_scalars(build, arrays):
     same(found["attention_residuals_weights_final"], expected[-1])
 
 
+def test_gates_of_layers_with_and_without_reads_of_q_k_and_v(build, arrays):
+    setting = "model.connection.separate_qkv=[1]"
+    model = build("model=attention_residuals", "model.connection.start=identity", setting)
+    for number, connection in enumerate(model.connections[1:], 1):
+        connection.gate.copy_(number + torch.arange(len(connection.gate)) / 10)
+    found = arrays(model)
+    same(found["attention_residuals_gate_qkv"][1], [2.0, 2.1, 2.2])
+    # layer 1 has no single gate, and the first read has only the embedding
+    assert np.isnan(found["attention_residuals_gate_attention"][1])
+    same(found["attention_residuals_gate_attention"][2:, 0], [4.0, 6.0])
+    same(found["attention_residuals_gate_mlp"][:, 0], [1.0, 3.0, 5.0, 7.0])
+
+
 @pytest.mark.parametrize("version", [1, 2, 3])
 def test_learned_biases_of_grn(build, arrays, version):
     model = build(f"model=grn_v{version}")

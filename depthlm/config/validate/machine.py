@@ -25,9 +25,28 @@ def check_machine(config: Config) -> list[str]:
         *_check_experts(config, ranks),
         *check_pipeline_ranks(config, ranks),
         *_check_device(config),
+        *check_text(config),
         *_check_files(config),
         *_check_tracker(config),
     ]
+
+
+def check_text(config: Config) -> list[str]:
+    """Return the mistakes of the text and the tokenizer: those that this machine does not have."""
+    data, errors = config.data, []
+    for name, source in (train_sources(data) | validation_sources(data)).items():
+        key = "data" if source is data else f"data.{'validation' if name in data.validation else 'sources'}.{name}"
+        if not (source.source or source.path or source.hub or name == "stdlib"):
+            errors.append(f"{key}.source: {name} needs text; give {key}.source=<a folder, or a file>")
+        is_missing = source.source is not None and not Path(source.source).exists()
+        if is_missing and not (tokenizer_exists(config) and Manifest.exists(token_folder(name, source, data))):
+            errors.append(f"{key}.source={source.source}: no such folder or file")
+    if not tokenizer_exists(config):
+        errors.append(
+            f"data.tokenizer={data.tokenizer}: not bpe, not bytes, no such tokenizer.json, and no model of the hub "
+            "(owner/name)"
+        )
+    return errors
 
 
 def check_ranks(config: Config, ranks: int) -> list[str]:
@@ -83,21 +102,9 @@ def _check_files(config: Config) -> list[str]:
     # it imports torch
     from depthlm.pretrained.folder import differences, is_pretrained, read_pretrained
 
-    data, errors = config.data, []
-    for name, source in (train_sources(data) | validation_sources(data)).items():
-        key = "data" if source is data else f"data.{'validation' if name in data.validation else 'sources'}.{name}"
-        if not (source.source or source.path or source.hub or name == "stdlib"):
-            errors.append(f"{key}.source: {name} needs text; give {key}.source=<a folder, or a file>")
-        is_missing = source.source is not None and not Path(source.source).exists()
-        if is_missing and not (tokenizer_exists(config) and Manifest.exists(token_folder(name, source, data))):
-            errors.append(f"{key}.source={source.source}: no such folder or file")
-    if not tokenizer_exists(config):
-        errors.append(
-            f"data.tokenizer={data.tokenizer}: not bpe, not bytes, no such tokenizer.json, and no model of the hub "
-            "(owner/name)"
-        )
+    errors: list[str] = []
     if not config.output_dir:
-        return [*errors, "output_dir=: empty; leave it out, or give the run directory"]
+        return ["output_dir=: empty; leave it out, or give the run directory"]
     if config.init_from is not None and config.fork_from is not None:
         errors.append("init_from and fork_from: both given; init_from takes only the weights, fork_from the full state")
     for key, start in (("init_from", config.init_from), ("fork_from", config.fork_from)):

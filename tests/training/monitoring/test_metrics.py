@@ -2,9 +2,13 @@
 
 import json
 import resource
+from unittest.mock import patch
+
+import torch
+from torch.distributed import get_rank
 
 from depthlm.runs.records import ValidationLosses, read_metrics
-from depthlm.training.monitoring.metrics import MetricsFile
+from depthlm.training.monitoring.metrics import MetricsFile, peak_memory_gib
 
 
 def test_rows_are_appended_amended_and_truncated(tmp_path):
@@ -58,3 +62,12 @@ def test_rows_that_cannot_be_written_are_kept_in_memory(tmp_path):
         {"step": 3, "loss": 1.0},
     ]
     assert list(read_metrics(path)) == [*expected, {"step": 4, "loss": 1.0, "validation/set/loss": 2.0}]
+
+
+def peak_of_two_ranks() -> float:
+    with patch("depthlm.training.monitoring.metrics.peak_process_bytes", lambda: (1 + get_rank()) * 2**30):
+        return peak_memory_gib(torch.device("cpu"))
+
+
+def test_the_peak_memory_is_that_of_the_rank_with_the_most(two_ranks):
+    assert two_ranks(peak_of_two_ranks) == [2.0, 2.0]
