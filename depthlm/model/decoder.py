@@ -129,6 +129,7 @@ class Decoder(nn.Module):
         observer: Observer = UNOBSERVED,
         ends_bt: Tensor | None = None,
         seeds_b: Tensor | None = None,
+        last_only: bool = False,
     ) -> Tensor | Loss:
         """Return logits_btv, or with targets the summed loss. Targets of -100 are ignored.
 
@@ -137,12 +138,13 @@ class Decoder(nn.Module):
         ends_bt: true where a token is the last of its document, such as the last padding token to the left of a prompt;
             None: see `ends_of_documents`.
         seeds_b: int32, for `backbone.dropout` in training, one per sequence; None: no dropout.
+        last_only: return logits_b1v of the last token alone.
         """
         prefix, routings = self.run(tokens_bt, cache=cache, observer=observer, ends_bt=ends_bt, seeds_b=seeds_b)
         hidden_btd = self.close(prefix, observer)
         if targets_bt is None:
             with using(self.kernels):
-                return self.logits(hidden_btd)
+                return self.logits(hidden_btd[:, -1:] if last_only else hidden_btd)
         loss = self.loss(hidden_btd, targets_bt)
         if not routings:
             return loss

@@ -100,8 +100,10 @@ def prefill(
     length = tokens_bt.shape[1]
     for start in range(0, length, chunk or length):
         part = slice(start, start + (chunk or length))
-        hidden_btd = model.hidden(tokens_bt[:, part], cache, ends_bt=None if ends_bt is None else ends_bt[:, part])
-    return model.logits(hidden_btd[:, -1:])[:, 0]
+        # a whole forward pass: at ZeRO 3, the weights outside of layers exist only in it
+        of_part = None if ends_bt is None else ends_bt[:, part]
+        logits_b1v = model(tokens_bt[:, part], cache=cache, ends_bt=of_part, last_only=True)
+    return logits_b1v[:, 0]
 
 
 def _choose(logits_bv: Tensor, settings: Sampling) -> Tensor:

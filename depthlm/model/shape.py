@@ -65,11 +65,13 @@ class Backbone:
     """The architecture of a layer, independent of the depth mechanism."""
 
     name: str = key("", "name of the backbone, for reports")
-    norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "kind of every norm")
+    norm: Literal["rmsnorm", "layernorm"] = key(
+        "rmsnorm", "kind of every norm but those inside mixers latent and delta, which are RMSNorm"
+    )
     norm_placement: Literal["pre", "post", "both", "none"] = key(
         "pre", "pre: f(norm(x)); post: norm(f(x)) (OLMo2); both: norm(f(norm(x))); none: f(x)"
     )
-    norm_eps: float = key(1e-5, "epsilon of every norm", minimum=TINY)
+    norm_eps: float = key(1e-5, "epsilon of every norm but those inside mixers latent and delta", minimum=TINY)
     qk_norm: Literal["head", "full", "none"] = key(
         "head", "norm of q and k of mixer attention before RoPE: per head, over the full width, or none"
     )

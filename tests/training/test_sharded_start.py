@@ -94,3 +94,8 @@ def test_two_ranks_hold_their_shards_and_one_whole_weight(two_ranks, small_run, 
     # the largest weight: drawn in fp32 and then cast, or gathered and then broadcast
     largest = max(4 * tensor.numel() for tensor in expected.values())
     assert max(peaks) <= whole / 2 + 2 * largest < whole
+
+
+def test_a_decoder_with_a_tied_head_generates_the_sample_after_training(train_run):
+    run = train_run("backbone.tie_embeddings=true", "training.sample=depth", "training.max_steps=1", "deepspeed=zero3")
+    assert "a sample:\ndepth" in (run / "train.log").read_text()

@@ -105,6 +105,8 @@ def check_shape(config: Config) -> list[str]:
         errors.append(f"size.head_size={size.head_size}: RoPE rotates pairs; it must be even")
     if backbone.mlp == "experts":
         errors += _check_experts(size, backbone)
+        if backbone.mlp_bias:
+            errors.append("backbone.mlp_bias=true: experts have no biases; give backbone.mlp_bias=false")
     errors += _check_mixers(config)
     if backbone.dropout:
         errors += _check_dropout(config)

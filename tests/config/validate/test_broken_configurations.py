@@ -110,7 +110,10 @@ BROKEN: list[tuple[str, dict[str, str]]] = [
         },
     ),
     ("schedule=wsd", {"schedule.decay_ratio=0.99": "overlap", "data=local": "data.source: "}),
-    ("backbone=qwen3_moe", {"deepspeed.experts=3": "must divide size.num_experts=8; allowed: 1, 2"}),
+    (
+        "backbone=qwen3_moe",
+        {"deepspeed.experts=3": "must divide size.num_experts=8; allowed: 1, 2", "backbone.mlp_bias=true": "no biases"},
+    ),
     (
         "precision=bf16 deepspeed=zero2",
         {"deepspeed.offload=cpu": "zero3_offload", "precision.fp32_residual=true": "deepspeed.stage=2"},
