@@ -24,6 +24,7 @@ from depthlm.ops.backend import using
 from depthlm.ops.dca.naive import gated_reads
 from depthlm.ops.denseformer.naive import weighted_reads
 from depthlm.ops.depth_attention.naive import depth_value_mix
+from depthlm.ops.flash import by_cudnn
 from depthlm.ops.hyper_connections.naive import hyper_post_pre
 from depthlm.ops.mhc.cpu import Parameters, Pending
 from depthlm.ops.mhc.naive import mhc_post_pre
@@ -250,7 +251,9 @@ def moda(shape: Shape, make: Make) -> Case:
 
 
 def causal_flash(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor) -> Tensor:
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    # on Hopper, cuDNN's flash attention, as in `merged_attention`
+    cudnn = by_cudnn(q_bhte, k_bkte, v_bkte, causal=True)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if cudnn else SDPBackend.FLASH_ATTENTION):
         return F.scaled_dot_product_attention(q_bhte, k_bkte, v_bkte, is_causal=True, enable_gqa=True)
 
 

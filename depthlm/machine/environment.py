@@ -135,6 +135,15 @@ def threads(given: int | None, launcher: str, ranks_of_node: int) -> Threads:
     )
 
 
+def prevent_fragmentation() -> None:
+    """Let the GPU's allocator grow its segments, unless the user has chosen settings; before CUDA starts.
+
+    Otherwise fragmentation wastes several GiB, since the lists of sources have another length in every sublayer.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def fast_precision(device: str, width: int) -> str:
     """Return `bf16` if a model of a width is faster with it on the device (`cuda` or `cpu`), else `fp32`.
 
@@ -143,6 +152,8 @@ def fast_precision(device: str, width: int) -> str:
     import torch
 
     if device == "cuda":
+        # the question starts CUDA, which reads these settings once
+        prevent_fragmentation()
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     capabilities = torch.cpu.get_capabilities()
     if width < MIN_BF16_WIDTH:

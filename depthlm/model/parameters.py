@@ -7,6 +7,7 @@ mechanisms share start with the same values, regardless of the order of modules 
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from depthlm.model.layers import Embedding, Head, Norm
 from depthlm.model.shape import Backbone
 
 SETTINGS = ("weight_decay", "lr_scale")
+# parameters whose initial values are drawn at the same time, which takes as much memory as their values in fp32
+DRAWN = 4
 
 
 class OwnedParameter(NamedTuple):
@@ -181,13 +184,22 @@ def initialize(
     fp32 tensor of zeros, to fill in place.
 
     place: gives a parameter its values; by default it copies them into the parameter, so allocate a model on the meta
-    device with `model.to_empty(device=...)` first. Only one parameter's values exist at a time. Buffers become zero.
+    device with `model.to_empty(device=...)` first. The values of at most DRAWN parameters exist at a time, drawn by as
+    many threads. Buffers become zero.
 
     Raises: TypeError if a module owns parameters and does not define `init_parameter`.
     """
-    for owned in list(owned_parameters(model)):
+
+    def draw(owned: OwnedParameter) -> Tensor:
         factor = factors_of(model, owned.name).init
-        place(owned, _initial_values(owned, generator_for(seed, owned.name), std, backbone or Backbone(), factor))
+        return _initial_values(owned, generator_for(seed, owned.name), std, backbone or Backbone(), factor)
+
+    parameters = list(owned_parameters(model))
+    with ThreadPoolExecutor(DRAWN) as pool:
+        for start in range(0, len(parameters), DRAWN):
+            group = parameters[start : start + DRAWN]
+            for owned, values in zip(group, pool.map(draw, group), strict=True):
+                place(owned, values)
     for buffer in model.buffers():
         buffer.zero_()
 

@@ -83,9 +83,7 @@ def start_process(config: Config) -> Ranks:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)
     torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        # otherwise fragmentation wastes several GiB, since the lists of sources have another length in every sublayer
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    environment.prevent_fragmentation()
     free_earlier_run()
     start_logging(ranks.rank)
     logging.getLogger("depthlm").info("%s", threads)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu
+from benchmarks.rungs.runs import TESTS
 from depthlm.locations import REPOSITORY
 
 BENCHMARKS = REPOSITORY / "benchmarks"
@@ -91,6 +92,13 @@ def test_the_parts_fit_into_a_quarter_of_an_hour_and_the_readme_lists_the_rungs(
     listed = re.findall(r"^\| `(\w+)` \| (\d) \| ([\d.]+) \|", section, re.MULTILINE)
     assert listed == [(rung.name, str(rung.part), f"{rung.minutes:g}") for rung in gpu.RUNGS]
     assert len(gpu.MARKED.findall(README.read_text())) == 1
+
+
+def test_the_tests_that_run_on_a_gpu_exist():
+    for name in TESTS:
+        path, _, test = name.partition("::")
+        assert (REPOSITORY / path).exists()
+        assert not test or f"def {test}(" in (REPOSITORY / path).read_text()
 
 
 LINE = {"preset": "vanilla", "size": "1.5b", "mode": "eager", "micro_batch_size": 8, "sequence_length": 2048}

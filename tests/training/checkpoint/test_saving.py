@@ -16,7 +16,7 @@ from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import read_manifest
 from depthlm.training import train
 from depthlm.training.checkpoint import saving
-from depthlm.training.checkpoint.saving import Saver
+from depthlm.training.checkpoint.saving import Saver, Snapshot
 
 from ...two_ranks import train_on_ranks
 from ..run_files import assert_same, curve, states, weights
@@ -191,3 +191,11 @@ def test_files_of_an_interrupted_save_are_removed_before_the_next_and_when_a_run
         (run.staging(17) / "deepspeed").mkdir(parents=True)
         train_run("training.max_steps=6", f"training.stop_after={stop}")
         assert run.leftovers() == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_snapshot_of_a_gpu_is_in_pinned_memory():
+    weights = torch.randn(3, 1000, device="cuda")
+    copy = Snapshot().copy("state", {"weights": weights})["weights"]
+    assert copy.is_pinned()
+    assert torch.equal(copy, weights.cpu())
