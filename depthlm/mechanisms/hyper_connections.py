@@ -255,12 +255,14 @@ def stream_diagnostics(name: str, maps: Maps, memory: dict[str, Any]) -> dict[st
     memory: gets "product", the product of all H_res, and "weights_btnj", the weight of each output j in each stream,
     the embedding first.
     """
-    ones_btn1 = torch.ones_like(maps.post_btn)[..., None]
+    # autocast would round fp32 maps before each product
+    ones_btn1 = torch.ones_like(maps.post_btn, dtype=torch.float64)[..., None]
     weights = memory.get("weights_btnj", ones_btn1)
     product = memory.get("product", torch.diag_embed(ones_btn1[..., 0]))
     found = {}
     if maps.res_btij is not None:
-        weights, product = maps.res_btij @ weights, maps.res_btij @ product
+        res_btij = maps.res_btij.double()
+        weights, product = res_btij @ weights, res_btij @ product
         from_identity, from_mean = distances_of(maps.res_btij)
         found = {f"{name}_res_from_identity": from_identity.mean(), f"{name}_res_from_uniform": from_mean.mean()}
     memory["weights_btnj"], memory["product"] = torch.cat([weights, maps.post_btn[..., None]], -1), product
@@ -273,7 +275,7 @@ def final_diagnostics(name: str, pre_btn: Tensor, memory: dict[str, Any]) -> dic
     The share is the weight of the embedding in the final read over the absolute weights of all outputs. Both are means
     over the tokens. pre_btn: the weights of the streams in the final read.
     """
-    share_btj = (pre_btn[..., None, :] @ memory["weights_btnj"])[..., 0, :].abs()
+    share_btj = (pre_btn.double()[..., None, :] @ memory["weights_btnj"])[..., 0, :].abs()
     gain_bt = memory["product"].abs().sum(-1).amax(-1)
     share_bt = share_btj[..., 0] / share_btj.sum(-1)
     return {f"{name}_gain": gain_bt.mean(), f"{name}_embedding_share": share_bt.mean()}

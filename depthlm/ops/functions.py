@@ -50,7 +50,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     ):
         y = torch.linalg.vecdot(weight, x.view(-1))
         return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
-    return F.linear(x, weight, bias)
+    return _linear(x, weight, bias)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None or x.dim() <= 2:
+        return F.linear(x, weight, bias)
+    # for more than two dimensions, DeepSpeed's product at ZeRO 3 adds the bias in place, to what a selective activation
+    # checkpoint has stored
+    return F.linear(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
 
 
 def linear_together(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
@@ -119,7 +127,7 @@ class GatedProjection(torch.autograd.Function):
         weight = weight_df.to(dtype)
         ctx.save_for_backward(gate, up, weight)
         ctx.dtypes = hidden.dtype, weight_df.dtype, None if bias_d is None else bias_d.dtype
-        return F.linear(hidden.to(dtype), weight, None if bias_d is None else bias_d.to(dtype))
+        return _linear(hidden.to(dtype), weight, None if bias_d is None else bias_d.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

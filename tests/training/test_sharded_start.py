@@ -4,6 +4,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,6 +14,7 @@ import depthlm
 from depthlm.distributed.launchers import ranks
 from depthlm.model import Decoder
 from depthlm.model.parameters import optimizer_groups
+from depthlm.runs.records import read_metrics
 from depthlm.training.checkpoint.init_from import copy_weights
 from depthlm.training.engine import build_engine, draw_shards
 from depthlm.training.plan import make_plan
@@ -99,3 +101,17 @@ def test_two_ranks_hold_their_shards_and_one_whole_weight(two_ranks, small_run, 
 def test_a_decoder_with_a_tied_head_generates_the_sample_after_training(train_run):
     run = train_run("backbone.tie_embeddings=true", "training.sample=depth", "training.max_steps=1", "deepspeed=zero3")
     assert "a sample:\ndepth" in (run / "train.log").read_text()
+
+
+def test_selective_recomputation_of_layers_with_biases_has_the_gradients_of_none(train_run):
+    shape = ("backbone=lm1b", "backbone.bias_init_std=0.5", "training.max_steps=2", "deepspeed=zero3")
+    plain, selective = (
+        [
+            row["grad_norm"]
+            for row in read_metrics(
+                train_run(*shape, f"training.activation_checkpointing={how}", name=how) / "metrics.jsonl"
+            )
+        ]
+        for how in ("false", "selective")
+    )
+    assert selective == pytest.approx(plain, rel=1e-5)

@@ -14,6 +14,14 @@ SHAPE = ["size=micro", "data.tokenizer=bytes"]
 OF_STREAMS = {"res_from_identity", "res_from_uniform", "gain", "embedding_share"}
 
 
+def test_autocast_does_not_round_the_product_of_mixing_maps():
+    model = depthlm.build_model(depthlm.compose([*SHAPE, "model=mhc", "size.num_layers=24"]))
+    tokens = torch.arange(8)[None]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = diagnose(model, tokens)["mhc_gain"]
+    assert found == pytest.approx(diagnose(model, tokens)["mhc_gain"], rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [

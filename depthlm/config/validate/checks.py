@@ -138,6 +138,11 @@ def _check_optimizer(config: Config, given: Set[str]) -> list[str]:
             f"optimizer={optimizer.name} with deepspeed.stage={stage}: {optimizer._target_} needs whole matrices, "
             "which ZeRO 1 and above flatten; allowed: deepspeed=zero0, which runs on many ranks as well"
         )
+    if build.needs_matrices(optimizer) and (experts := config.deepspeed.experts) > 1:
+        errors.append(
+            f"optimizer={optimizer.name} with deepspeed.experts={experts}: states of {optimizer._target_} are of all "
+            "experts of a layer together; allowed: deepspeed.experts=1"
+        )
     if build.averages_weights(optimizer):
         if config.schedule.name != "constant":
             errors.append(

@@ -112,7 +112,17 @@ BROKEN: list[tuple[str, dict[str, str]]] = [
     ("schedule=wsd", {"schedule.decay_ratio=0.99": "overlap", "data=local": "data.source: "}),
     (
         "backbone=qwen3_moe",
-        {"deepspeed.experts=3": "must divide size.num_experts=8; allowed: 1, 2", "backbone.mlp_bias=true": "no biases"},
+        {
+            "deepspeed.experts=3": "must divide size.num_experts=8; allowed: 1, 2",
+            "backbone.mlp_bias=true": "no biases",
+        },
+    ),
+    (
+        "backbone=qwen3_moe",
+        {
+            "optimizer=soap deepspeed.experts=2": "are of all experts",
+            "deepspeed.experts=2": "the number of ranks of this run, 1",
+        },
     ),
     (
         "precision=bf16 deepspeed=zero2",
