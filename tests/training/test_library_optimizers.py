@@ -1,10 +1,13 @@
 """Averages of the weights, as schedule-free optimizers keep them; runs on two ranks are in test_two_ranks.py."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from depthlm.evaluation.evaluate import Evaluate, evaluate
 from depthlm.runs.records import read_metrics
+from depthlm.training.engine.optimizers import place_counters
 
 from .run_files import curve, weights
 
@@ -32,3 +35,14 @@ def test_averages_are_exported_and_validations_leave_no_trace(train_run):
     summary = list(read_metrics(once / "metrics.jsonl"))[-1]
     measured = evaluate(Evaluate(run=str(once)))
     assert measured["validation/local/loss"] == pytest.approx(summary["validation/local/loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "device"), [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")]
+)
+def test_counters_of_another_device_are_put_beside_fused_weights(settings, device):
+    weight = torch.nn.Parameter(torch.ones(2, device="meta"))
+    group = {"params": [weight], "fused": None, "capturable": False} | settings
+    optimizer = SimpleNamespace(param_groups=[group], state={weight: {"step": torch.tensor(3.0)}})
+    place_counters(optimizer, None)
+    assert optimizer.state[weight]["step"].device.type == device

@@ -57,6 +57,27 @@ def test_the_scale_halves_on_overflows_to_its_smallest_and_doubles_after_its_win
     assert scaled_steps("ooog", *settings, *smallest) == [256, 128, 128, 128, 128]
 
 
+@pytest.mark.parametrize("stage", ["zero1", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_the_update_at_which_the_scale_doubles_is_that_of_a_constant_scale(small_run, stage):
+    found = []
+    for window in (2, 1000):
+        settings = [f"precision.loss_scale_window={window}", "precision.initial_scale_power=8", f"deepspeed={stage}"]
+        config = depthlm.compose(small_run("precision=fp16", "training.gradient_clipping=0", *settings))
+        start_distributed(ranks())
+        plan, norms = make_plan(config, ranks()), []
+        engine = build_engine(config, plan, depthlm.build_model(config))
+        engine.set_learning_rate(0.01)
+        for tokens in synthetic_tokens(config, 5):
+            train_step(engine, tokens[None], plan, 0.0)
+            norms.append(engine.grad_norm())
+        assert (engine.loss_scale > 256) == (window == 2)
+        found.append((norms, engine.weights()))
+    (norms, weights), (expected_norms, expected) = found
+    assert norms == pytest.approx(expected_norms, rel=0.01)
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=2e-3)
+
+
 FP16 = ("precision=fp16", "deepspeed=zero1", "precision.initial_scale_power=4", "precision.hysteresis=1",
         "training.max_steps=12", "training.checkpoint_every=5", "training.keep_last=9")  # fmt: skip
 

@@ -24,7 +24,7 @@ from depthlm.config.keys import validate_values
 from depthlm.config.saved import compare, of_this_version
 from depthlm.distributed.process_group import gather, on_rank_0
 from depthlm.errors import UserError
-from depthlm.optimizers.build import parameter_groups
+from depthlm.optimizers.build import averages_weights, needs_matrices, parameter_groups
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import checkpoint_of, newest_checkpoint, read_manifest, remove_leftovers
 from depthlm.runs.manifest import CheckpointError, Manifest, Progress
@@ -170,6 +170,10 @@ def _check_fork(path: Path, manifest: Manifest, config: Config) -> None:
         "size.",
         "optimizer._target_",
         *(["precision.name"] if config.deepspeed.stage else []),
+        # they decide which states there are, or what the saved ones mean
+        "optimizer.settings.amsgrad",
+        *(["optimizer.betas"] if averages_weights(config.optimizer) else []),
+        *(["optimizer.betas", "optimizer.settings."] if needs_matrices(config.optimizer) else []),
     )
     if conflicts := [name for name in differences if name.startswith(fixed)]:
         lines = "\n".join(f"  - {name}: {differences[name]}" for name in conflicts)

@@ -23,7 +23,14 @@ from depthlm.runs.manifest import CheckpointError
 from depthlm.training.engine import experts
 from depthlm.training.engine.experts import detect_experts, mark_experts, spread_weights
 from depthlm.training.engine.fp32 import keep_fp32, take_fp32
-from depthlm.training.engine.optimizers import averaged_weights, copy_to_model, count_updates, split_matrices
+from depthlm.training.engine.optimizers import (
+    averaged_weights,
+    copy_to_model,
+    count_updates,
+    double_after_step,
+    place_counters,
+    split_matrices,
+)
 from depthlm.training.engine.partitions import load_repartitioned, nonfinite
 from depthlm.training.engine.reduction import Reducer, StepGuard, agree_on_bf16_norm
 from depthlm.training.engine.replace import replace_attributes
@@ -223,6 +230,7 @@ class Engine:
             for key in GROUP_KEYS & group.keys() - settings.keys():
                 del group[key]
             group |= settings
+        place_counters(optimizer, zero)
         if saved_experts is not None:
             # the files of the optimizer have no buffers
             with torch.no_grad(), safe_open(checkpoint / WEIGHTS, "pt") as weights:
@@ -266,6 +274,7 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
     if engine.fp16_enabled():
         # at the smallest scale DeepSpeed would raise an exception, but training.on_nonfinite decides what happens
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
+        double_after_step(engine.optimizer)
     if config.deepspeed.experts > 1 and config.deepspeed.stage > 0:
         experts.name_parts(engine, model)
     if in_fp32:

@@ -66,6 +66,36 @@ def copy_to_model(zero: Any | None) -> None:
     zero.checkpoint_event_epilogue()
 
 
+def place_counters(optimizer: torch.optim.Optimizer, zero: Any | None) -> None:
+    """Put counters of updates where torch's optimizers want them: beside the weights if fused, else on the CPU.
+
+    A checkpoint may have been written on another device, or with another setting.
+    """
+    with all_parameters(zero):
+        for group in optimizer.param_groups:
+            for parameter in group["params"] if "fused" in group else []:
+                state = optimizer.state.get(parameter, {})
+                if isinstance(state.get("step"), Tensor):
+                    beside = group["fused"] or group["capturable"]
+                    state["step"] = state["step"].to(parameter.device if beside else "cpu")
+
+
+def double_after_step(zero: Any) -> None:
+    """Let the fp16 loss scale double after an update: DeepSpeed doubles it before it divides the gradient by it."""
+    update = zero.step
+
+    def step(*arguments: Any, **settings: Any) -> None:
+        update(*arguments, **settings)
+        if not zero.overflow:
+            zero.loss_scaler.update_scale(False)
+
+    def lower_scale(has_overflow: bool = False) -> None:
+        if has_overflow:
+            zero.loss_scaler.update_scale(True)
+
+    zero.step, zero._update_scale = step, lower_scale
+
+
 def count_updates(optimizer: torch.optim.Optimizer) -> None:
     """Make `optimizer.step` ignore groups without parameters, and count the parts of a group as one update."""
     update = optimizer.step

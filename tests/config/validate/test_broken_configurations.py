@@ -109,6 +109,7 @@ BROKEN: list[tuple[str, dict[str, str]]] = [
             "training.activation_checkpointing=selective training.compile=true": "activation_checkpointing=selective",
         },
     ),
+    ("", {"optimizer=ademamix optimizer.betas=[0,0.9,0.9999]": "the first and the third must be above 0"}),
     ("schedule=wsd", {"schedule.decay_ratio=0.99": "overlap", "data=local": "data.source: "}),
     (
         "backbone=qwen3_moe",

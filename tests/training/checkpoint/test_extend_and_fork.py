@@ -110,6 +110,7 @@ def test_a_fork_that_cannot_use_the_state_or_has_no_valid_checkpoint_is_refused_
         ("model=mhc", "model.connection"),
         ("size.num_layers=1", "size.num_layers: the run has 2"),
         ("optimizer=muon", "optimizer._target_: the run has torch.optim.AdamW"),
+        ("+optimizer.settings.amsgrad=true", "optimizer.settings.amsgrad"),
         ("optimizer.groups.embedding.weight_decay=0", "its optimizer has other groups of parameters"),
     ):
         with pytest.raises(UserError, match=rf"(?s){words}.*init_from={source}"):
