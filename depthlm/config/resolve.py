@@ -269,7 +269,9 @@ def with_budget(config: Config, chosen: Set[str]) -> Config:
         return _with_free(config, is_free, {"schedule.warmup_steps": shorter})
     steps_before = run_steps(before)
     if steps_before is None:
-        return config
+        # epochs: their number of steps depends on the data
+        in_steps = {"training.max_steps": budget.max_steps, "training.max_epochs": None}
+        return replace_values(config, in_steps) if budget.max_steps else config
     steps = _steps(config, steps_before * before.training.batch_size * before.training.sequence_length)
     return config if steps == steps_before else _cut(config, is_free, steps_before, steps)
 
@@ -318,7 +320,7 @@ def _batch(config: Config, chosen: Set[str], is_free: IsFree) -> dict[str, int |
         if not {"training.batch_size", "training.batch_tokens"} & chosen:
             batch_size = max(1, min(batch_size, budget.batch_tokens // length))
             values |= {"training.batch_tokens": None, "training.batch_size": batch_size}
-        most = VALIDATION_BATCHES * batch_size * length
+        most = VALIDATION_BATCHES * max(length, budget.batch_tokens)
         values["training.validation_tokens"] = min(training.validation_tokens or most, most)
     if budget.micro_batch_tokens is not None:
         values["training.micro_batch_size"] = math.gcd(batch_size, max(1, budget.micro_batch_tokens // length))

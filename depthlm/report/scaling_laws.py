@@ -174,10 +174,12 @@ def curves(sweep: Sweep, views: Mapping[str, Column] = VIEWS) -> list[Curve]:
             if min(x[0], loss) > 0:
                 sizes.append(Size(row, dict(zip(views, x, strict=True)), loss))
         sizes.sort(key=lambda size: size.x["parameters"])
-        laws = {}
+        # of another dataset or optimizer, which have laws of their own
+        is_mixed = len({size.x["parameters"] for size in sizes}) < len(sizes)
+        laws: dict[str, PowerLaw | None] = {}
         for view in views:
             known = [(size.x[view], size.loss) for size in sizes if size.x[view] > 0]
-            laws[view] = fit_power_law([x for x, _ in known], [loss for _, loss in known])
+            laws[view] = None if is_mixed else fit_power_law([x for x, _ in known], [loss for _, loss in known])
         result.append(Curve(series.key, series.name, sizes, laws))
     return result
 

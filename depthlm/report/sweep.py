@@ -154,16 +154,16 @@ class Sweep:
 
     def task_of(self, row: Row) -> dict[str, str]:
         """Return the task at which a row is compared: its name, or the settings that define it."""
-        return {name: value for name, value in row.points[0].task.items() if name != self.experiment.series}
+        without = self.experiment.series, self.experiment.best_over
+        return {name: value for name, value in row.points[0].task.items() if name not in without}
 
     def reference_of(self, row: Row) -> Row | None:
-        """Return the baseline's row with which a row is compared: of the same task, with the most settings in common.
-
-        Of several, it is the one with the most seeds in common.
+        """Return the baseline's row with which a row is compared: of the same task, with the most settings in common
+        besides the chosen one, and then with the most seeds in common.
 
         Where no row is the baseline, it is the first row of the same task. None where there is no row to compare with.
         """
-        task = self.task_of(row)
+        task, chosen = self.task_of(row), self.experiment.best_over
         baselines = [other for other in self.rows if self.is_baseline(other)]
         if row in baselines:
             return row
@@ -174,11 +174,9 @@ class Sweep:
         ]
         if not baselines:
             return next(iter(alike), None)
-        return max(
-            alike,
-            key=lambda other: (len(row.settings.items() & other.settings.items()), len({*row.seeds} & {*other.seeds})),
-            default=None,
-        )
+        given = {(name, value) for name, value in row.settings.items() if name != chosen}
+        common = [(len(given & other.settings.items()), len({*row.seeds} & {*other.seeds})) for other in alike]
+        return alike[common.index(max(common))] if alike else None
 
     @property
     def tasks(self) -> list[list[Row]]:

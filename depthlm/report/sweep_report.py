@@ -58,8 +58,10 @@ def results_table(sweep: Sweep) -> Table:
     best = sweep.best(column)
     head = ["", "seeds", "validation loss ↓"]
     if differences:
-        baseline = setting_text(sweep.experiment.series, sweep.experiment.baseline)
-        head.append(f"against {references_text(differences.values(), baseline)}")
+        several = "the first row of the same task"
+        if any(map(sweep.is_baseline, sweep.rows)):
+            several = setting_text(sweep.experiment.series, sweep.experiment.baseline)
+        head.append(f"against {references_text(differences.values(), several)}")
     table = []
     for row in sorted(sweep.rows, key=lambda row: loss.mean if (loss := losses[row.label]) else math.inf):
         label, loss = row.label, losses[row.label]

@@ -89,3 +89,16 @@ def test_a_size_is_shrunk_with_and_without_an_experiment_but_not_its_single_keys
     for source in ([], [MINE], ["experiment=depth_attention/scaling"]):
         size = compose([*source, "size=1.5b", "budget=smoke", "size.intermediate_size=100"], here=False).size
         assert (size.hidden_size, size.num_layers, size.intermediate_size, size.vocab_size) == (96, 48, 100, 320)
+
+
+def test_a_budget_measures_the_same_text_with_any_batch_and_replaces_epochs(tmp_path):
+    tokens = {
+        compose([f"training.batch_size={size}", "budget=smoke"], here=False).training.validation_tokens
+        for size in (2, 4)
+    }
+    assert len(tokens) == 1
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ntraining: {max_steps: null, max_epochs: 3}\nexperiment: {points: [{model: vanilla}]}\n"
+    (tmp_path / "experiment" / "epochs.yaml").write_text(text)
+    training = compose(["experiment=epochs", "model=vanilla", "budget=smoke"], tmp_path, here=False).training
+    assert (training.max_steps, training.max_epochs) == (12, None)

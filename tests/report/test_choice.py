@@ -9,6 +9,7 @@ import pytest
 from depthlm.report import report
 from depthlm.report.choice import choice_tables
 from depthlm.report.experiment_report import experiment_report
+from depthlm.report.figures.loss_curves import named_rows
 from depthlm.report.rows import choice_luck
 from depthlm.report.sweep import read_sweep
 from depthlm.report.sweep_report import results_table
@@ -74,6 +75,25 @@ def test_the_luck_of_a_close_choice_is_in_the_interval_of_a_difference():
     (entry,) = sweep.differences()
     assert entry.ours.luck == pytest.approx(math.hypot(*expected.values()))
     assert "over those of one mechanism, with the luck of the choices" in report([*SWEEP, "to=report"]).read_text()
+
+
+def test_a_row_is_compared_with_the_baseline_of_its_schedule_whatever_rates_were_chosen():
+    overrides = [*SWEEP, "schedule=cosine,wsd"]
+    for _ in range(5):
+        for point in sweep_points(overrides):
+            # vanilla with wsd chooses the rate of mhc, vanilla with cosine another one
+            alike = point.mechanism if point.settings["schedule"] == "cosine" else "mhc"
+            losses = LOSSES[alike].get(float(point.settings[LR]), (3.5, 3.5))
+            write_run(point.directory, (losses[int(point.seed or 1) - 11] or 3.9) if point.selects else 2.8)
+    differences = read_sweep(overrides).differences()
+    assert len(differences) == 2
+    for entry in differences:
+        assert entry.reference is not None
+        assert entry.row.settings["schedule"] == entry.reference.settings["schedule"]
+
+
+def test_before_the_first_choice_there_are_no_rows_to_draw():
+    assert named_rows([]) == {}
 
 
 def test_a_report_has_the_choice_its_cost_and_a_picture_or_says_which_groups_have_not_chosen(capsys):

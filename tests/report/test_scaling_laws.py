@@ -94,6 +94,20 @@ def test_too_few_points_give_no_factors(losses, compute):
     assert Path("report/scaling.png").exists() == bool(losses)
 
 
+def test_rows_of_two_optimizers_have_no_common_law():
+    points = [
+        {"label": name, "model": "vanilla", "optimizer": name, "size.num_layers": list(SIZES)}
+        for name in ("adamw", "muon")
+    ]
+    for count, laws in ((1, 2), (2, 0)):
+        of = experiment(points=points[:count], columns=LOSS, figure="scaling")
+        for number, directory in enumerate(directories(of)):
+            size = SIZES[number % 4]
+            write_run(directory, exact("vanilla", size, 0), parameters=1e6 * size, training_flops=8.64e19 * size * size)
+        (curve,) = curves(sweep(of))
+        assert sum(law is not None for law in curve.laws.values()) == laws
+
+
 @given(
     a=st.floats(1e-3, 1e3),
     b=st.floats(-1, 1).filter(lambda b: abs(b) > 1e-3),

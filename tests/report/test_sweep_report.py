@@ -63,6 +63,13 @@ def test_a_row_is_compared_only_where_the_baseline_has_its_settings():
     assert lines(results_table(only_mhc))["mhc, lr 2e-3"][2] == "–"
 
 
+def test_without_a_baseline_the_head_names_the_first_row_of_each_task():
+    overrides = ["model=mhc,dca", "size=micro,tiny"]
+    for point in sweep_points(overrides):
+        write_run(point.directory, 3.0)
+    assert results_table(read_sweep(overrides)).head[3] == "against the first row of the same task"
+
+
 def test_the_baseline_is_a_label_a_mechanism_or_a_setting():
     sweep = read_sweep(["model=dca", "model/connection=mhc,residual"])
     assert with_baseline(sweep, "dca,connection=mhc").experiment.baseline == "dca,connection=mhc"

@@ -88,7 +88,8 @@ def _make_title(sweep: Sweep, title: str, rows: Sequence[Row]) -> str:
 
 def named_rows(rows: Sequence[Row]) -> dict[str, Row]:
     """Return rows by their labels, without the parts that all of them share where the rest still distinguishes them."""
-    shared = set.intersection(*(set(row.parts.items()) for row in rows))
+    # there are none before the first choice of experiment.best_over
+    shared = set.intersection(*(set(row.parts.items()) for row in rows)) if rows else set()
     names = [", ".join(text for part, text in row.parts.items() if (part, text) not in shared) for row in rows]
     if not all(names) or len(set(names)) < len(names):
         names = [row.label for row in rows]
