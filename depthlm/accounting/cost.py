@@ -124,10 +124,10 @@ def _assumed_mfu(mechanism: str) -> float:
 
 def long_run_remark(config: Config) -> str:
     """Return a remark on the batch of a run of more than a million steps, else an empty text."""
-    if (run_steps(config) or 0) <= LONG_RUN:
-        return ""
     length = config.training.sequence_length
     tokens, larger = config.training.batch_size * length, max(1, 2**20 // length)
+    if (run_steps(config) or 0) <= LONG_RUN or larger <= config.training.batch_size:
+        return ""
     return f"{tokens:,} tokens a step are few for so long a run; training.batch_size={larger} takes fewer steps"
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from depthlm.config import compose
+from depthlm.config import ConfigError, compose
+from depthlm.config.validate.machine import check_text
 from depthlm.console import stderr_console, stdout_console
 from depthlm.data import Manifest, prepare, token_folders, verify
 from depthlm.data.corpora.documents import REASONS
@@ -27,8 +28,12 @@ def main(arguments: list[str], program: str) -> None:
     options = read_options(arguments, program)
     if options.import_tokens:
         return import_ids(options)
-    data = compose(options.overrides, options.config_dir, here="data").data
+    config = compose(options.overrides, options.config_dir, here="data")
+    data = config.data
     check_only(data, options.only)
+    # before hours of preparation
+    if not options.verify and (errors := check_text(config, options.only)):
+        raise ConfigError(errors)
     folders = token_folders(data) if options.verify else prepare(data, only=options.only)
     folders = {name: folder for name, folder in folders.items() if not options.only or name in options.only}
     if options.verify:

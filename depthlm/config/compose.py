@@ -30,7 +30,7 @@ from depthlm.config.saved import check_reach, load_config, read_config
 from depthlm.config.schema import Config
 from depthlm.config.validate.checks import check_together
 from depthlm.config.validate.explain import Compose, explain_overrides, is_odd
-from depthlm.config.validate.machine import check_machine, check_starts, check_text
+from depthlm.config.validate.machine import check_machine, check_starts
 from depthlm.errors import ConfigError, UserError
 from depthlm.locations import CONF
 from depthlm.machine import environment
@@ -47,11 +47,11 @@ def compose(
 
     config_dir: an additional folder of configuration files, as with `--config-dir`.
     here: whether this machine trains it, so that its devices, files and packages are checked, as is a run of somebody
-        else, and precision=auto is what the machine computes fast; otherwise precision=auto is bf16. "data": whether it
-        prepares the data, so that of these only the text and the tokenizer are checked, and a run of somebody else.
+        else, and precision=auto is what the machine computes fast; otherwise precision=auto is bf16. "data": it only
+        prepares the data, so of these, only a run of somebody else is checked.
 
-    Raises ConfigError with all mistakes in the overrides; if there are none, with all mistakes across fields. With
-    here=True, raises UserError for the run of somebody else that names paths, addresses or services.
+    Raises ConfigError with all mistakes in the overrides; if there are none, with all mistakes across fields. Unless
+    here=False, raises UserError for the run of somebody else that names paths, addresses or services.
     """
     sources = _read(overrides, config_dir)
     config, saved = _compose_sources(sources)
@@ -160,12 +160,12 @@ def _resolve_and_check(config: Config, saved: Config | None, sources: Sources, h
     points = [point for point in config.experiment.points if isinstance(point, dict)]
     # the keys whose value is another point of the experiment
     starts = {str(name) for point in points for name, value in point.items() if str(value).startswith("@")}
-    fast_precision = partial(_choose_precision, is_placed=sources.run is None) if here else lambda config: "bf16"
+    fast_precision = (
+        partial(_choose_precision, is_placed=sources.run is None) if here is True else lambda config: "bf16"
+    )
     config = _resolve(config, saved, sources, fast_precision)
     errors = check_together(config, given_names(sources.overrides))
-    if here == "data":
-        errors += check_text(config)
-    elif here:
+    if here is True:
         errors += [*check_machine(config), *check_starts(config, starts)]
     if errors:
         raise ConfigError(errors)

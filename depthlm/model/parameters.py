@@ -19,8 +19,8 @@ from depthlm.model.layers import Embedding, Head, Norm
 from depthlm.model.shape import Backbone
 
 SETTINGS = ("weight_decay", "lr_scale")
-# parameters whose initial values are drawn at the same time, which takes as much memory as their values in fp32
-DRAWN = 4
+# that draw initial values, each of which holds those of a parameter in fp32
+THREADS = 4
 
 
 class OwnedParameter(NamedTuple):
@@ -170,7 +170,7 @@ def initialize(
     model: nn.Module,
     seed: int,
     std: float,
-    place: Callable[[OwnedParameter, Tensor], object] = lambda owned, tensor: owned.parameter.copy_(tensor),
+    place: Callable[[OwnedParameter, Tensor], object] | None = None,
     backbone: Backbone | None = None,
 ) -> None:
     """Initialize every parameter. Values are drawn on the CPU in fp32, so no device or dtype changes them.
@@ -181,11 +181,10 @@ def initialize(
         def init_parameter(self, name, tensor, generator, std): ...
 
     It is called for each parameter that the module itself owns, with the parameter's name in that module and with a CPU
-    fp32 tensor of zeros, to fill in place.
+    fp32 tensor of zeros, to fill in place. Several threads may call it at once.
 
-    place: gives a parameter its values; by default it copies them into the parameter, so allocate a model on the meta
-    device with `model.to_empty(device=...)` first. The values of at most DRAWN parameters exist at a time, drawn by as
-    many threads. Buffers become zero.
+    place: gives a parameter its values, of which one parameter's exist at a time. None: THREADS threads copy them into
+    the parameters, so allocate a model on the meta device with `model.to_empty(device=...)` first. Buffers become zero.
 
     Raises: TypeError if a module owns parameters and does not define `init_parameter`.
     """
@@ -194,12 +193,19 @@ def initialize(
         factor = factors_of(model, owned.name).init
         return _initial_values(owned, generator_for(seed, owned.name), std, backbone or Backbone(), factor)
 
+    # a mode of one thread does not apply to others
+    @torch.no_grad()
+    def fill(owned: OwnedParameter) -> None:
+        owned.parameter.copy_(draw(owned))
+
     parameters = list(owned_parameters(model))
-    with ThreadPoolExecutor(DRAWN) as pool:
-        for start in range(0, len(parameters), DRAWN):
-            group = parameters[start : start + DRAWN]
-            for owned, values in zip(group, pool.map(draw, group), strict=True):
-                place(owned, values)
+    if place is None:
+        with ThreadPoolExecutor(THREADS) as pool:
+            # an exception is raised where its result is read
+            list(pool.map(fill, parameters))
+    else:
+        for owned in parameters:
+            place(owned, draw(owned))
     for buffer in model.buffers():
         buffer.zero_()
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from depthlm.commands.prepare import main, read_options
+from depthlm.config import ConfigError
 from depthlm.data import Manifest
 from depthlm.errors import UserError
 
@@ -25,6 +26,11 @@ def test_a_corpus_is_prepared_once_and_summarised_and_a_mistake_exits_with_2(cor
     assert (tmp_path / "tokens/manifest.json").stat() == before
     done = forks.run(["data/prepare.py", "data=local", f"data.source={tmp_path}/nowhere"])
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    # the text of other sources, and the tokenizer of what is only verified, may be elsewhere
+    elsewhere = f"data.validation.other.source={tmp_path}/nowhere"
+    main([*overrides, elsewhere, "--only", "local"], "prepare")
+    with pytest.raises(ConfigError, match=r"data\.validation\.other\.source=.*nowhere: no such folder or file"):
+        main([*overrides, elsewhere], "prepare")
 
 
 def test_ids_that_were_tokenized_elsewhere_become_token_files_of_the_working_directory(tmp_path, monkeypatch, capsys):

@@ -37,13 +37,13 @@ def test_a_cache_of_latent_attention_holds_values_without_the_width_of_keys(make
 
 def test_a_forward_pass_has_at_most_the_tokens_of_a_chunk(build, monkeypatch):
     model, lengths = build("model=vanilla"), []
-    hidden = model.hidden
+    forward = model.forward
 
     def counted(tokens_bt: Tensor, *rest: Any, **settings: Any) -> Tensor:
         lengths.append(tokens_bt.shape[1])
-        return hidden(tokens_bt, *rest, **settings)
+        return forward(tokens_bt, *rest, **settings)
 
-    monkeypatch.setattr(model, "hidden", counted)
+    monkeypatch.setattr(model, "forward", counted)
     generate(model, torch.randint(320, (2, 17)), 3, prefill_chunk=6)
     assert lengths == [6, 6, 5, 1, 1]
 

@@ -42,7 +42,7 @@ def test_averages_are_exported_and_validations_leave_no_trace(train_run):
 )
 def test_counters_of_another_device_are_put_beside_fused_weights(settings, device):
     weight = torch.nn.Parameter(torch.ones(2, device="meta"))
-    group = {"params": [weight], "fused": None, "capturable": False} | settings
+    group = {"params": [weight], "fused": None} | settings
     optimizer = SimpleNamespace(param_groups=[group], state={weight: {"step": torch.tensor(3.0)}})
     place_counters(optimizer, None)
     assert optimizer.state[weight]["step"].device.type == device

@@ -125,7 +125,7 @@ def _check_optimizer(config: Config, given: Set[str]) -> list[str]:
     if len(optimizer.betas) != count or not all(0 <= beta < 1 for beta in optimizer.betas):
         number, example = ("three", "[0.9,0.999,0.9999]") if count == 3 else ("two", "[0.9,0.95]")
         errors.append(f"optimizer.betas={optimizer.betas}: {number} numbers from 0 to below 1, as in {example}")
-    elif count == 3 and 0 in (optimizer.betas[0], optimizer.betas[2]):
+    elif optimizer._target_ == "pytorch_optimizer.AdEMAMix" and 0 in optimizer.betas[::2]:
         errors.append(
             f"optimizer.betas={optimizer.betas}: the first and the third must be above 0 for {optimizer._target_}"
         )

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from depthlm.config.resolve import tokenizer_exists
@@ -31,10 +32,12 @@ def check_machine(config: Config) -> list[str]:
     ]
 
 
-def check_text(config: Config) -> list[str]:
-    """Return the mistakes of the text and the tokenizer: those that this machine does not have."""
+def check_text(config: Config, only: Collection[str] = ()) -> list[str]:
+    """Return the text and the tokenizer that this machine does not have. only: names of sources; empty: all of them."""
     data, errors = config.data, []
     for name, source in (train_sources(data) | validation_sources(data)).items():
+        if only and name not in only:
+            continue
         key = "data" if source is data else f"data.{'validation' if name in data.validation else 'sources'}.{name}"
         if not (source.source or source.path or source.hub or name == "stdlib"):
             errors.append(f"{key}.source: {name} needs text; give {key}.source=<a folder, or a file>")

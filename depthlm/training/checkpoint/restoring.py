@@ -172,6 +172,7 @@ def _check_fork(path: Path, manifest: Manifest, config: Config) -> None:
         *(["precision.name"] if config.deepspeed.stage else []),
         # they decide which states there are, or what the saved ones mean
         "optimizer.settings.amsgrad",
+        "optimizer.settings.centered",
         *(["optimizer.betas"] if averages_weights(config.optimizer) else []),
         *(["optimizer.betas", "optimizer.settings."] if needs_matrices(config.optimizer) else []),
     )

@@ -73,10 +73,10 @@ def place_counters(optimizer: torch.optim.Optimizer, zero: Any | None) -> None:
     """
     with all_parameters(zero):
         for group in optimizer.param_groups:
-            for parameter in group["params"] if "fused" in group else []:
+            beside = group.get("fused") or group.get("capturable")
+            for parameter in group["params"] if {"fused", "capturable"} & group.keys() else []:
                 state = optimizer.state.get(parameter, {})
                 if isinstance(state.get("step"), Tensor):
-                    beside = group["fused"] or group["capturable"]
                     state["step"] = state["step"].to(parameter.device if beside else "cpu")
 
 
