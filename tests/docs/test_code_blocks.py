@@ -29,7 +29,7 @@ PLACEHOLDER = re.compile(r"(?<!\w)\.\.\.|<\w")
 SCRIPTS = {"train.py": "train", "data/prepare.py": "prepare", "slurm/submit.py": "submit"}
 SCHEMAS = {"evaluate": Evaluate, "generate": Generate, "export": ExportArguments, "inspect": Inspect}
 # values of an option
-VALUES = {"--io": 1, "--pipeline": 2}
+VALUES = {"--gpus": 1, "--io": 1, "--pipeline": 2}
 # the directory of a run that the reader has trained
 OF_A_RUN = ("run=", "fork_from=", "init_from=")
 
