@@ -129,13 +129,14 @@ def fp16(scratch: Path, tiny: bool) -> Iterator[Results]:
            "training.validate_every=null", "training.checkpoint_every=1000000"]  # fmt: skip
     curve = finish(scratch, "fp16", run)
     losses, scales = ([row[key] for row in curve] for key in ("loss", "loss_scale"))
+    doubles = any(later > earlier for earlier, later in pairwise(scales))
     finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
     yield {
         "first_loss": finite[0],
         "last_loss": finite[-1],
         "skipped_losses": len(losses) - len(finite),
         "loss_scales": scales,
-        "passed": finite[-1] < finite[0] and (tiny or any(later > earlier for earlier, later in pairwise(scales))),
+        "passed": finite[-1] < finite[0] and min(scales) >= 1.0 and (tiny or doubles),
     }
 
 

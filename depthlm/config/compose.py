@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -161,7 +160,7 @@ def _resolve_and_check(config: Config, saved: Config | None, sources: Sources, h
     # the keys whose value is another point of the experiment
     starts = {str(name) for point in points for name, value in point.items() if str(value).startswith("@")}
     fast_precision = (
-        partial(_choose_precision, is_placed=sources.run is None) if here is True else lambda config: "bf16"
+        functools.partial(_choose_precision, is_placed=sources.run is None) if here is True else lambda config: "bf16"
     )
     config = _resolve(config, saved, sources, fast_precision)
     errors = check_together(config, given_names(sources.overrides))

@@ -338,7 +338,7 @@ def _selective(kernels: str) -> tuple[AbstractContextManager, AbstractContextMan
 
 @contextmanager
 def _without_cache(outer: AbstractContextManager, inner: AbstractContextManager) -> Iterator[None]:
-    """Enter two contexts in which autocast casts each weight anew.
+    """Enter two contexts, without autocast's cache of cast weights.
 
     A later loop would take the cast of an earlier one from the cache, and its recomputation would not find it there.
     """

@@ -158,8 +158,7 @@ class Sweep:
         return {name: value for name, value in row.points[0].task.items() if name not in without}
 
     def reference_of(self, row: Row) -> Row | None:
-        """Return the baseline's row with which a row is compared: of the same task, with the most settings in common
-        besides the chosen one, and then with the most seeds in common.
+        """Return the baseline's row of the same task with the most settings, but the chosen one, then seeds in common.
 
         Where no row is the baseline, it is the first row of the same task. None where there is no row to compare with.
         """
@@ -175,8 +174,11 @@ class Sweep:
         if not baselines:
             return next(iter(alike), None)
         given = {(name, value) for name, value in row.settings.items() if name != chosen}
-        common = [(len(given & other.settings.items()), len({*row.seeds} & {*other.seeds})) for other in alike]
-        return alike[common.index(max(common))] if alike else None
+        return max(
+            alike,
+            key=lambda other: (len(given & other.settings.items()), len({*row.seeds} & {*other.seeds})),
+            default=None,
+        )
 
     @property
     def tasks(self) -> list[list[Row]]:
