@@ -13,15 +13,16 @@ class UserError(Exception):
 class DataError(UserError):
     """Data that cannot be used.
 
-    what: what was wrong. where: the file, folder or key. remedy: what to do about it, as a sentence.
+    what: what was wrong. where: the file, folder or key. remedy: what to do about it, as a sentence. An error of a
+    process that prefetches is raised again by PyTorch, with all of its text as `what`.
     """
 
-    def __init__(self, what: str, where: object, remedy: str) -> None:
+    def __init__(self, what: str, where: object = "", remedy: str = "") -> None:
         super().__init__(what, where, remedy)
         self.what, self.where, self.remedy = what, where, remedy
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.where}. {self.remedy}"
+        return f"{self.what}: {self.where}. {self.remedy}" if self.remedy else self.what
 
 
 class ConfigError(UserError):

@@ -11,8 +11,10 @@ from torch import nn
 from depthlm.config import Config, run_steps
 from depthlm.machine.environment import PEAK_TFLOPS
 from depthlm.model.attention.self_attention import SelfAttention
+from depthlm.model.connection import Connection
 from depthlm.model.decoder import Decoder
 from depthlm.model.experts import Mixture
+from depthlm.model.layer import Layer
 from depthlm.model.layers import Embedding, Head, Norm
 from depthlm.model.parameters import OwnedParameter, owned_parameters
 from depthlm.runs.progress import hours_text
@@ -91,13 +93,22 @@ def flops_per_token(model: Decoder, sequence_length: float, causal: bool = True)
 
     causal: False also counts the scores that the mask discards.
     """
-    attention = mlp = 0.0
-    for layer in model.layers:
-        attention += linear_flops(layer.attention) + layer.attention.forward_flops(sequence_length, causal)
-        mlp += linear_flops(layer.mlp) + (layer.mlp.forward_flops() if isinstance(layer.mlp, Mixture) else 0.0)
-    connection = sum(linear_flops(c) + c.cost.flops for c in model.connections)
+    of_layers = [layer_flops(layer, sequence_length, causal) for layer in model.layers]
+    attention, mlp = map(sum, zip(*of_layers, strict=True))
+    connection = sum(map(connection_flops, model.connections))
     head = 2.0 * model.size.hidden_size * model.size.vocab_size
     return Flops(attention * model.loops, mlp * model.loops, head, connection)
+
+
+def layer_flops(layer: Layer, sequence_length: float, causal: bool = True) -> tuple[float, float]:
+    """Return the forward FLOPs per token of the attention and the MLP of a layer."""
+    attention = linear_flops(layer.attention) + layer.attention.forward_flops(sequence_length, causal)
+    return attention, linear_flops(layer.mlp) + (layer.mlp.forward_flops() if isinstance(layer.mlp, Mixture) else 0.0)
+
+
+def connection_flops(connection: Connection) -> float:
+    """Return the forward FLOPs per token of a connection."""
+    return linear_flops(connection) + connection.cost.flops
 
 
 def linear_flops(module: nn.Module) -> float:
@@ -115,7 +126,8 @@ def assumption(mechanism: str) -> str:
     source = f"as {mechanism} reached on an H200 at 1.5b"
     if mechanism not in MEASURED_MFU:
         source = f"which vanilla reached on an H200 at 1.5b; {mechanism} was not measured, and may be slower"
-    return f"on H100 GPUs at {_assumed_mfu(mechanism):.1%} of their {ASSUMED_FLOPS / 1e12:.0f} TFLOP/s, {source}"
+    peak = f"{ASSUMED_FLOPS / 1e12:.0f} TFLOP/s"
+    return f"in bf16 on H100 GPUs at {_assumed_mfu(mechanism):.1%} of their {peak}, {source}"
 
 
 def _assumed_mfu(mechanism: str) -> float:

@@ -5,7 +5,7 @@ import functools
 import itertools
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from depthlm.config.keys import FREE_GROUPS, NAMED, declaration, is_text, override_text
 from depthlm.config.schema import Config
 from depthlm.counts import SCALES, Count
-from depthlm.files import read_bytes, read_yaml
+from depthlm.files import read_bytes
 from depthlm.locations import CONF
 
 ConfigStore.instance().store(name="schema", node=asdict(Config()))
@@ -147,18 +147,6 @@ def available_groups(config_dir: str | Path | None) -> dict[str, list[str]]:
             if group and root != "hydra" and not file.stem.startswith("_"):
                 options_by_group.setdefault(group, set()).add(option)
     return {group: sorted(options) for group, options in sorted(options_by_group.items())}
-
-
-def mechanism_option(part: str, settings: Mapping[str, Any]) -> str | None:
-    """Return the option of the group `model/connection` or `model/attention` whose class and settings are nearest.
-
-    None if no option has the class, as for a mechanism of the user.
-    """
-    options = {file.stem: read_yaml(file) for file in sorted((CONF / "model" / part).glob("*.yaml"))}
-    same_class = [name for name, option in options.items() if option.get("_target_") == settings.get("_target_")]
-    return max(
-        same_class, key=lambda name: sum(settings.get(key) == v for key, v in options[name].items()), default=None
-    )
 
 
 def comment(file: Path) -> list[str]:

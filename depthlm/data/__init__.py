@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from depthlm.data.corpora.sources import train_sources, validation_sources
+from depthlm.data.corpora.sources import is_remote, train_sources, validation_sources
 from depthlm.data.manifest import Manifest, verify
 from depthlm.data.mixture import shares
 from depthlm.data.preparation.prepare import check_prepared, prepare
@@ -34,6 +34,7 @@ __all__ = [
     "bytes_tokenizer",
     "check_prepared",
     "is_on_hub",
+    "is_remote",
     "loader",
     "open_corpus",
     "padded_vocab_size",

@@ -16,11 +16,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from depthlm.data.corpora.documents import PIECE, PIECES
+from depthlm.data.corpora.documents import LONGEST, PIECE, PIECES
 from depthlm.data.corpora.sources import all_sources, is_remote, train_sources, validation_sources
 from depthlm.data.manifest import VERIFY, VERSION, Manifest, Shard, check_sizes, little_endian
 from depthlm.data.settings import Data, Source
-from depthlm.data.tokenizers import REMEDY, Tokenizer, is_on_hub, read_files, sample_bytes
+from depthlm.data.tokenizers import REMEDY, TOKENIZER_CONFIG, Tokenizer, is_on_hub, read_files, sample_bytes
 from depthlm.errors import DataError
 from depthlm.files import digest
 
@@ -132,11 +132,12 @@ class Corpus:
         return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
-def open_corpus(data: Data) -> Corpus:
+def open_corpus(data: Data, run_tokenizer: Tokenizer | None = None) -> Corpus:
     """Open the prepared token files of this configuration.
 
-    `train` has each source's share of data.max_tokens, and of those the first data.fraction.
-    Raises DataError where token files are missing or differ from their manifest, or the sources' tokenizers differ.
+    `train` has each source's share of data.max_tokens, and of those the first data.fraction. run_tokenizer: that of a
+    run, with which they must have been made.
+    Raises DataError where token files are missing or differ from their manifest, or the tokenizers differ.
     """
     sources, validation_sets = train_sources(data), validation_sources(data)
     if shared := sorted(sources.keys() & validation_sets.keys()):
@@ -152,6 +153,11 @@ def open_corpus(data: Data) -> Corpus:
         if tokenizer.fingerprint != manifest.tokenizer:
             remedy = "Remove the folder and prepare it again: the ids would decode to different text."
             raise DataError("tokenizer.json is not the one the tokens were made with", folder, remedy)
+        if manifest.settings.get("end_of_text", tokenizer.end.token) != tokenizer.end.token:
+            what = f"the tokens were made with the end of text {manifest.settings['end_of_text']!r}"
+            raise DataError(what, folder, f"Restore its {TOKENIZER_CONFIG}, or prepare the tokens again.")
+        if run_tokenizer is not None:
+            check_same_ids(run_tokenizer, tokenizer, folder, "Prepare the text of the run again, or give other text.")
         tokenizers[tokenizer.fingerprint, tokenizer.end_of_text] = tokenizer
         if len(tokenizers) > 1:
             raise _other_tokenizer(folder, "those of the first source")
@@ -180,6 +186,12 @@ def check_tokenizer(tokenizer: Tokenizer, data: Data) -> None:
             raise _other_tokenizer(folder, "those that are prepared now")
 
 
+def check_same_ids(run: Tokenizer, other: Tokenizer, folder: Path, remedy: str) -> None:
+    """Raise DataError if the tokens of a folder have another tokenizer, or end of text, than a run."""
+    if (run.fingerprint, run.end_of_text) != (other.fingerprint, other.end_of_text):
+        raise DataError("prepared with another tokenizer than the run's: its ids mean other text", folder, remedy)
+
+
 def _other_tokenizer(folder: Path, others: str) -> DataError:
     what = f"token files made with another tokenizer or end of text than {others}"
     remedy = "Prepare all sources and validation sets with one data.tokenizer and one data.end_of_text."
@@ -192,6 +204,8 @@ def settings(name: str, source: Source, data: Data) -> dict[str, Any]:
     Raises DataError for a tokenizer that cannot be read.
     """
     result: dict[str, Any] = {"version": VERSION} | _text(name, source) | _tokenizer(data)
+    if data.on_bad_document == "skip" and data.max_document_bytes != LONGEST:
+        result["max_document_bytes"] = data.max_document_bytes
     if name in data.validation:
         result |= {"held_out": "all"}
     else:

@@ -26,12 +26,10 @@ _waits = 0
 T = TypeVar("T")
 
 
-def start_distributed(
-    ranks: Ranks, timeout: timedelta = OPERATION, arrival: timedelta = ARRIVAL, device_choice: str = "auto"
-) -> torch.device:
+def start_distributed(ranks: Ranks, timeout: timedelta = OPERATION, device_choice: str = "auto") -> torch.device:
     """Join the process group (once per process), choose this rank's device, and log both.
 
-    timeout: for one collective operation; arrival: for all ranks to arrive; device_choice: as the key `device`.
+    timeout: for one collective operation; device_choice: as the key `device`.
     Raises UserError if ranks would share a GPU, or do not meet.
     """
     device = torch.device("cpu")
@@ -49,7 +47,7 @@ def start_distributed(
         # torchrun keeps its store when it starts the workers again; they would read addresses of the attempt before
         attempt = f"depthlm {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         # a single rank opens no port, so any number of runs can start on one machine at once
-        _store = HashStore() if ranks.world_size == 1 else PrefixStore(attempt, rendezvous(ranks, arrival))
+        _store = HashStore() if ranks.world_size == 1 else PrefixStore(attempt, rendezvous(ranks))
         torch.distributed.init_process_group(
             "gloo" if device.type == "cpu" else "nccl",
             store=_store,
@@ -73,7 +71,7 @@ def set_timeout(groups: Iterable[Any], timeout: timedelta) -> None:
         distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def rendezvous(ranks: Ranks, arrival: timedelta) -> Store:
+def rendezvous(ranks: Ranks) -> Store:
     """Return the store at which all ranks have met. Raises UserError if they do not meet."""
     where = f"{ranks.address}:{ranks.port}"
     try:
@@ -84,11 +82,11 @@ def rendezvous(ranks: Ranks, arrival: timedelta) -> Store:
             "MASTER_ADDR, the name or address at which the other nodes reach the node of rank 0"
         ) from None
     try:
-        store, _, _ = next(torch.distributed.rendezvous("env://", ranks.rank, ranks.world_size, timeout=arrival))
+        store, _, _ = next(torch.distributed.rendezvous("env://", ranks.rank, ranks.world_size, timeout=ARRIVAL))
     except DistError as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"the {ranks.world_size} ranks did not meet at {where} within {arrival.total_seconds():.0f} s ({reason}): "
+            f"the {ranks.world_size} ranks did not meet at {where} within {ARRIVAL.total_seconds():.0f} s ({reason}): "
             "check whether each of them has started, whether the node of rank 0 is reachable there, and whether "
             "the port is free (set another one with MASTER_PORT)"
         ) from None

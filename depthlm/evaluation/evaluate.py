@@ -21,11 +21,13 @@ from depthlm.console import stdout_console
 from depthlm.counts import format_count
 from depthlm.data import DataError, DocumentRows, Manifest, TokenFiles, Tokenizer, open_corpus, validation_batches
 from depthlm.data.manifest import Split
+from depthlm.data.token_files import check_same_ids
 from depthlm.errors import UserError
 from depthlm.evaluation.harness import (
     SEED,
     averages,
     check_datasets,
+    check_suite,
     hub_or_cache,
     jobs_of,
     language_model,
@@ -79,7 +81,7 @@ def evaluate(arguments: Evaluate) -> dict[str, Any]:
         tokenizer = Tokenizer.load(directory)
         if arguments.sets is None:
             check_reach(directory, config, arguments.trust or (), lambda name: name.startswith("data."))
-            sets = run_sets(config)
+            sets = run_sets(config, tokenizer)
         else:
             sets = folder_sets(arguments.sets, tokenizer)
         for validation_set in sets:
@@ -90,6 +92,8 @@ def evaluate(arguments: Evaluate) -> dict[str, Any]:
         length, documents = config.training.sequence_length, document_rows(config, tokenizer)
         results = measure_sets(model, sets, length, arguments.batch_size, autocast, documents)
     else:
+        if arguments.limit is None:
+            check_suite(arguments.tasks, results_of(RunDirectory(directory).evaluation, manifest.step))
         for scores in run_tasks(model, config, arguments, failures):
             results |= scores
             # a score on a part of the questions is not the task's score
@@ -173,9 +177,9 @@ class ValidationSet:
         return None if self.split.hides_text else finite(total.nats / math.log(2) / self.split.bytes)
 
 
-def run_sets(config: Config) -> list[ValidationSet]:
-    """Return the validation sets of a run. Raises DataError if their token files do not exist."""
-    corpus = open_corpus(config.data)
+def run_sets(config: Config, tokenizer: Tokenizer) -> list[ValidationSet]:
+    """Return the validation sets of a run. Raises DataError without their token files, or for another tokenizer's."""
+    corpus = open_corpus(config.data, tokenizer)
     return [
         ValidationSet(name, tokens, next(iter(corpus.manifests[name].validation.values())))
         for name, tokens in corpus.validation.items()
@@ -193,9 +197,8 @@ def folder_sets(folders: Iterable[str], tokenizer: Tokenizer) -> list[Validation
             remedy = "Prepare them: python data/prepare.py with data.path=<folder> and the run's tokenizer, "
             raise DataError("sets=: no token files", folder, remedy + "data.tokenizer=<run directory>/tokenizer.json.")
         manifest = Manifest.read(folder)
-        if (manifest.tokenizer, Tokenizer.load(folder).end_of_text) != (tokenizer.fingerprint, tokenizer.end_of_text):
-            remedy = "Prepare it with the run's: data.tokenizer=<run directory>/tokenizer.json."
-            raise DataError("prepared with another tokenizer than the run's: its ids mean other text", folder, remedy)
+        remedy = "Prepare it with the run's: data.tokenizer=<run directory>/tokenizer.json."
+        check_same_ids(tokenizer, Tokenizer.load(folder), folder, remedy)
         if any(other.name == folder.name for other in sets):
             raise DataError("two folders of this name", folder, "Rename one: results are named after the folder.")
         (split,) = manifest.validation.values()
@@ -233,14 +236,18 @@ def measure_sets(
     return losses
 
 
+def results_of(path: Path, step: int) -> dict[str, Any]:
+    """Return the content of evaluation.json if it has results of the checkpoint of a step, else {}."""
+    results = read_json(path)
+    return results if results.get("step") == step else {}
+
+
 def add_results(path: Path, step: int, results: dict[str, Any]) -> dict[str, Any]:
     """Add results of the checkpoint of a step to evaluation.json, and return its content.
 
     Results of another checkpoint are dropped. Raises UserError if the file cannot be written.
     """
-    before = read_json(path)
-    kept = before if before.get("step") == step else {}
-    recorded = {"step": step} | kept | results
+    recorded = {"step": step} | results_of(path, step) | results
     try:
         replace_text(path, json.dumps(recorded, indent=1) + "\n")
     except OSError as error:

@@ -18,6 +18,7 @@ from depthlm.errors import UserError
 from depthlm.fields import key
 from depthlm.machine.environment import Device, usable_device
 from depthlm.model import Decoder
+from depthlm.model.experts import Experts
 from depthlm.model.generation import stream
 from depthlm.streams import printable
 
@@ -69,25 +70,29 @@ def write_text(arguments: Generate) -> None:
     # a document follows the end of another one
     encoded = [ids or [tokenizer.end_of_text] for ids in prompt_ids]
     context = config.training.sequence_length
-    available = context - max(map(len, encoded))
-    new_tokens = arguments.max_new_tokens or max(1, min(NEW_TOKENS, available))
-    for number, ids in zip(lines, encoded, strict=True):
+    limits = [arguments.max_new_tokens or max(1, min(NEW_TOKENS, context - len(ids))) for ids in encoded]
+    for number, ids, new_tokens in zip(lines, encoded, limits, strict=True):
         if len(ids) + new_tokens > context:
             which = "prompt=:" if arguments.prompts is None else f"prompts={arguments.prompts}, line {number}:"
             raise UserError(
                 f"{which} {len(ids)} tokens and max_new_tokens={new_tokens} are more than the {context} tokens "
                 f"of the run's context; allowed: max_new_tokens up to {max(0, context - len(ids))} for this prompt"
             )
+    if arguments.precision == "bf16":
+        for module in model.modules():
+            if isinstance(module, Experts):
+                # autocast does not store casts of experts, and would cast all of them for every token
+                module.to(torch.bfloat16)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=arguments.precision == "bf16")
     generator = torch.Generator(device).manual_seed(arguments.seed)
     with autocast:
         if arguments.prompts is None:
-            steps = _continue(model, tokenizer, encoded, new_tokens, arguments, generator)
-            _print_stream(prompts[0], (text_after(tokenizer, prompt_ids[0], row) for (row,) in steps))
+            steps = _continue(model, tokenizer, encoded, limits, arguments, generator)
+            print_stream(prompts[0], (text_after(tokenizer, prompt_ids[0], row) for (row,) in steps))
             return
         for start in range(0, len(encoded), arguments.batch_size):
             part = slice(start, start + arguments.batch_size)
-            *_, last = _continue(model, tokenizer, encoded[part], new_tokens, arguments, generator)
+            *_, last = _continue(model, tokenizer, encoded[part], limits[part], arguments, generator)
             for prompt, ids, row in zip(prompts[part], prompt_ids[part], last, strict=True):
                 continued = {"prompt": prompt, "text": text_after(tokenizer, ids, row)}
                 print(json.dumps(continued, ensure_ascii=False), flush=True)
@@ -97,11 +102,14 @@ def _continue(
     model: Decoder,
     tokenizer: Tokenizer,
     encoded: Sequence[list[int]],
-    max_new_tokens: int,
+    limits: Sequence[int],
     arguments: Generate,
     generator: torch.Generator,
 ) -> Iterator[list[list[int]]]:
-    """Yield, after every new token, the tokens that follow each prompt so far, without the end of text."""
+    """Yield, after every new token, the tokens that follow each prompt so far, without the end of text.
+
+    limits: the most new tokens of each prompt.
+    """
     width = max(map(len, encoded))
     device = generator.device
     tokens_bt = torch.tensor([[0] * (width - len(ids)) + ids for ids in encoded], device=device)
@@ -109,7 +117,7 @@ def _continue(
     new = stream(
         model,
         tokens_bt,
-        max_new_tokens,
+        max(limits),
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
@@ -121,8 +129,8 @@ def _continue(
     )
     rows: list[list[int]] = [[] for _ in encoded]
     for tokens_b1 in new:
-        for row, token in zip(rows, tokens_b1[:, 0].tolist(), strict=True):
-            if token != tokenizer.end_of_text:
+        for row, token, limit in zip(rows, tokens_b1[:, 0].tolist(), limits, strict=True):
+            if token != tokenizer.end_of_text and len(row) < limit:
                 row.append(token)
         yield rows
 
@@ -137,7 +145,8 @@ def text_after(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str:
     return whole[len(start) :] if whole.startswith(start) else tokenizer.decode(new)
 
 
-def _print_stream(prompt: str, texts: Iterator[str]) -> None:
+def print_stream(prompt: str, texts: Iterator[str]) -> None:
+    """Print a prompt and what each of the growing texts that continue it adds, in complete characters."""
     # a model of somebody else may write control characters
     escaped = printable if sys.stdout.isatty() else str
     sys.stdout.write(escaped(prompt))
@@ -145,7 +154,8 @@ def _print_stream(prompt: str, texts: Iterator[str]) -> None:
     text = ""
     for text in texts:
         complete = text.rstrip(UNFINISHED)
-        if complete.startswith(shown):
+        # a byte that ends no character changes what some tokenizers have decoded the bytes before it to
+        if len(complete) > len(shown):
             sys.stdout.write(escaped(complete[len(shown) :]))
             shown = complete
         sys.stdout.flush()

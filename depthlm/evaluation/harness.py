@@ -3,11 +3,14 @@
 import contextlib
 import functools
 import logging
+import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from depthlm.config import Config
 from depthlm.data import Tokenizer
@@ -115,6 +118,18 @@ def averages(names: Sequence[str], results: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+def check_suite(names: Sequence[str], known: Mapping[str, Any]) -> None:
+    """Raise UserError for a suite if known results have scores of another one, some of which have the same names."""
+    if (suite := _suite(names)) is None:
+        return
+    for other, tasks in ((name, other.tasks.keys() - suite.tasks.keys()) for name, other in SUITES.items()):
+        if any("_shot/" in key and key.partition("/")[2] in tasks for key in known):
+            raise UserError(
+                f"tasks={names[0]}: evaluation.json has scores of tasks={other}, some under the same names and with "
+                "other metrics; move this file out of the run directory first"
+            )
+
+
 def task_manager(names: Sequence[str]) -> Any:
     """Return the harness's tasks, among them these. Raises UserError if lm-eval or a task does not exist."""
     try:
@@ -153,8 +168,6 @@ def language_model(model: Decoder, config: Config, run: Path, batch_size: int, p
         mixed_precision_dtype=AUTOCAST.get(precision),
         # in bf16, a sum of log probabilities between 32 and 64 would be a multiple of 0.25
         softmax_dtype="float32",
-        # truncates a prompt that is longer than the context on the left
-        truncation=True,
     )
 
 
@@ -163,7 +176,7 @@ def run_job(lm: Any, job: Job, manager: Any, limit: int | None) -> dict[str, flo
     # simple_evaluate would list the installed packages of this machine, which takes seconds for each job
     from lm_eval.evaluator import evaluate
 
-    loaded = manager.load([job.task])
+    loaded = load_tasks(manager, [job.task])
     for task in loaded["tasks"].values():
         if _allows_examples(task):
             task.set_config(key="num_fewshot", value=job.shots)
@@ -173,6 +186,13 @@ def run_job(lm: Any, job: Job, manager: Any, limit: int | None) -> dict[str, flo
     if job.metric is not None:
         return {job.key: metrics[job.metric]}
     return {f"{job.key}/{metric}": value for metric, value in metrics.items()}
+
+
+def load_tasks(manager: Any, tasks: Any) -> Any:
+    """Return tasks of the harness, of which some draw from global generators; the harness has the same seeds."""
+    random.seed(0)
+    np.random.seed(SEED)
+    return manager.load(tasks)
 
 
 def _allows_examples(task: Any) -> bool:
@@ -189,7 +209,7 @@ def check_datasets(manager: Any, jobs: Sequence[Job]) -> None:
     missing, without = [], []
     for task in tasks:
         try:
-            parts = manager.load(task)["tasks"].values()
+            parts = load_tasks(manager, task)["tasks"].values()
             if task in with_examples and not any(map(_allows_examples, parts)):
                 without.append(task)
         except Exception as error:  # the harness has no common type for errors in data or in task files

@@ -16,7 +16,7 @@ CHUNK = 256
 
 
 class HarnessLM(HFLM):
-    """The harness's model for transformers, which ends with an empty AssertionError for an answer without a token."""
+    """The harness's model for transformers, which ends with an empty AssertionError for some lengths of an answer."""
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         text, answer = super()._encode_pair(context, continuation)
@@ -25,6 +25,11 @@ class HarnessLM(HFLM):
                 f"the tokenizer merges the answer {continuation!r} with the end of the text before it, "
                 f"{context[-20:]!r}, so it has no token of its own; begin the answers of this task with a space, or "
                 "move the end of its questions into them"
+            )
+        if len(answer) > self.max_length:
+            raise UserError(
+                f"an answer of {len(answer)} tokens, {continuation[:20]!r}..., does not fit into the run's context of "
+                f"{self.max_length}; leave out the task, or train with a larger training.sequence_length"
             )
         return text, answer
 

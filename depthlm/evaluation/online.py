@@ -167,9 +167,10 @@ class _EvaluatedModel:
         if self.lm is None:
             run, precision = RunDirectory.of(self.config.output_dir).path, self.config.precision.name
             self.lm = language_model(self.model, self.config, run, self.config.evaluation.batch_size, precision)
-        # for sampled answers
-        torch.manual_seed(SEED)
-        return compute_part(self.lm, name, arguments, torch.distributed.get_rank(), torch.distributed.get_world_size())
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        # for sampled answers; a task may ask each question several times, once on each rank
+        torch.manual_seed(SEED + rank)
+        return compute_part(self.lm, name, arguments, rank, ranks)
 
 
 def _results(

@@ -13,7 +13,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from depthlm.accounting.cost import count_parameters
 from depthlm.config import Config
-from depthlm.config.hydra_context import comment, mechanism_option
+from depthlm.config.hydra_context import comment
 from depthlm.config.protocol import protocol_texts
 from depthlm.config.validate.explain import option_file
 from depthlm.counts import count_text
@@ -23,6 +23,7 @@ from depthlm.model import Decoder
 from depthlm.model.attention import attention_class
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.loss_curve import plot_loss
+from depthlm.runs.manifest import Manifest
 from depthlm.runs.records import ValidationLosses, finite, perplexity, read_run, training_loss
 from depthlm.streams import printable
 
@@ -55,11 +56,12 @@ How a layer uses the results of earlier layers:
 class Results(NamedTuple):
     """The losses of the weights of a checkpoint, in nats per token.
 
-    step: of the checkpoint. is_complete: whether the run ended with it. measured: the row of metrics.jsonl with the
-    validation of this step, or the newest before it. training: the mean over the last logging interval.
+    step, tokens: of the checkpoint. is_complete: whether the run ended with it. measured: the row of metrics.jsonl
+    with the validation of this step, or the newest before it. training: the mean over the last logging interval.
     """
 
     step: int
+    tokens: int
     is_complete: bool
     measured: dict[str, Any]
     training: float | None
@@ -77,18 +79,19 @@ def check_license(license: str | None) -> None:
 
 
 def write_card(
-    folder: Path, run: Path, model: Decoder, config: Config, step: int, *, native: bool, license: str | None
+    folder: Path, run: Path, model: Decoder, config: Config, manifest: Manifest, *, native: bool, license: str | None
 ) -> None:
     """Write README.md, and loss.png if the run logged losses, into the folder of an export.
 
-    step: of the exported checkpoint. native: whether the model is part of transformers. license: of the weights, as the
-    hub names it; None: not stated. Raises OSError.
+    manifest: of the exported checkpoint. native: whether the model is part of transformers. license: of the weights, as
+    the hub names it; None: not stated. Raises OSError.
     """
     record, environment = read_run(run), read_json(RunDirectory(run).environment)
+    step = manifest.step
     logged = [row for row in record.rows if row["step"] <= step]
     measured: dict[str, Any] = next((row for row in reversed(logged) if ValidationLosses.of_row(row)), {})
     is_complete = record.summary.get("steps") == step
-    results = Results(step, is_complete, measured, training_loss(logged[-1]) if logged else None)
+    results = Results(step, manifest.tokens, is_complete, measured, training_loss(logged[-1]) if logged else None)
     if any(training_loss(row) is not None and finite(row.get("tokens")) is not None for row in record.rows):
         plot_loss(run, finite(record.summary.get("unigram_entropy")), folder / CURVE)
     licenses = [f"- Weights: {license or 'not stated'}."]
@@ -161,7 +164,9 @@ def mechanism(model: Decoder, config: Config) -> str:
     lines = []
     for part, mechanism_class in classes.items():
         settings = {key: value for key, value in getattr(config.model, part).items() if not key.startswith("_")}
-        option = mechanism_option(part, getattr(config.model, part))
+        package, _, module = mechanism_class.__module__.rpartition(".")
+        # the option that selects a class of depthlm is named as its module
+        option = module if package.startswith("depthlm.") else None
         if option is not None:
             about = " ".join(comment(option_file(f"model/{part}", option, None)))
         else:
@@ -208,7 +213,7 @@ def protocol(config: Config, results: Results, environment: Mapping[str, Any]) -
         "data": corpus(config, environment),
         "tokenizer": public(config.data.tokenizer),
         "started from": public(start) if start else "",
-        "tokens": f"{results.step * config.training.batch_size * config.training.sequence_length:,}",
+        "tokens": f"{results.tokens:,}",
         **{name: texts[name] for name in names if name in texts},
         "seed": f"{config.seed}",
         "trained with": version_of(environment),

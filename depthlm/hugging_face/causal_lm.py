@@ -70,6 +70,8 @@ class DepthLMConfig(PretrainedConfig):
 class StateLayer(DynamicLayer):
     """A layer of a transformers cache with a state of fixed size, which holds `length` tokens, in place of keys."""
 
+    is_croppable = False
+
     def __init__(self) -> None:
         super().__init__()
         self.length = 0
@@ -151,8 +153,9 @@ class CausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = DepthLMConfig
     base_model_prefix = "decoder"
-    main_input_name = "input_ids"
     _no_split_modules = ["Decoder"]  # noqa: RUF012
+    # `from_pretrained(dtype=...)` would round them; the steps of the bias of a router are below bf16's
+    _keep_in_fp32_modules_strict = ["bias_e", "A_log", "dt_bias"]  # noqa: RUF012
     _supports_sdpa = True
     supports_gradient_checkpointing = True
     gradient_checkpointing = False

@@ -76,7 +76,7 @@ def export(run: str | Path, to: str | Path | None, trust: Sequence[str], license
             if native is None:
                 write_code(model, new)
             is_native = native is not None
-            write_card(new, Path(run), model, config, manifest.step, native=is_native, license=license)
+            write_card(new, Path(run), model, config, manifest, native=is_native, license=license)
             names = sorted(file.name for file in new.iterdir())
             about = {"run": Path(run).absolute().name, "mechanism": config.model.name, "parameters": parameters}
             about |= {"step": manifest.step, "files": names, "card": digest(new / CARD)}

@@ -153,7 +153,7 @@ def read_tokens(directory: Path, config: Config, text: str | None, most: int) ->
             raise UserError("text=: it has no tokens; give some text, or omit text= to use the validation set")
         return torch.tensor(text_tokens[:most]), "the given text"
     try:
-        name, tokens = next(iter(open_corpus(config.data).validation.items()))
+        name, tokens = next(iter(open_corpus(config.data, Tokenizer.load(directory)).validation.items()))
     except DataError as error:
         raise UserError(f"{error} Or give your own text: text=...") from None
     # only full windows, if there is at least one

@@ -56,11 +56,6 @@ def averages_weights(config: Optimizer) -> bool:
     return hasattr(optimizer_class(config), "eval")
 
 
-def needs_matrices(config: Optimizer) -> bool:
-    """Return whether the class needs whole matrices: by the configuration, or by its attribute `needs_matrices`."""
-    return config.needs_matrices or getattr(optimizer_class(config), "needs_matrices", False)
-
-
 def number_of_betas(config: Optimizer) -> int:
     """Return how many decay rates the class has, from its default."""
     parameter = inspect.signature(optimizer_class(config)).parameters.get("betas")

@@ -1,8 +1,8 @@
 """How far a run is, how fast it trains, and what is left of it; and a table of that for several runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.table import Table
@@ -54,8 +54,7 @@ def progress_of(run: RunRecord) -> RunProgress:
     if type(steps) is not int:
         # that of version 0.2 has no steps
         steps = flatten(read_yaml(RunDirectory(run.directory).config)).get("training.max_steps")
-    rows = _timed_rows(run)
-    trained = sum(row.seconds for row in rows)
+    rows = _timed_rows(run.rows)
     recent = rows[-RECENT_ROWS:]
     seconds = sum(row.seconds for row in recent)
     speed = sum(row.tokens for row in recent) / seconds if recent else None
@@ -63,17 +62,19 @@ def progress_of(run: RunRecord) -> RunProgress:
     if run.state == COMPLETE:
         step = steps = run.summary.get("steps")
         speed, remaining = finite(run.summary.get("tokens_per_second")), 0.0
-        trained = finite(run.summary.get("wall_seconds")) or trained
     elif speed and step and type(steps) is int:
         tokens_per_step = sum(row.tokens for row in rows) / sum(row.steps for row in rows)
         remaining = (steps - step) * tokens_per_step / speed
     gpus = devices if environment.get("device_type") == "cuda" and type(devices) is int else None
+    # of all steps, if the rows are lost
+    trained = (finite(run.summary.get("wall_seconds")) or 0.0) * (gpus or 0)
+    trained = sum(row.seconds * (row.ranks or gpus or 0) for row in rows) or trained
     return RunProgress(
         step=step if type(step) is int else None,
         steps=steps if type(steps) is int else None,
         tokens_per_second=speed,
         remaining_seconds=remaining,
-        gpu_hours=None if gpus is None else gpus * trained / 3600,
+        gpu_hours=None if gpus is None else trained / 3600,
         remaining_gpu_hours=None if gpus is None or remaining is None else gpus * remaining / 3600,
     )
 
@@ -113,18 +114,29 @@ def hours_text(hours: float | None) -> str:
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.1f}" if hours >= 10 else f"{hours:.2g}"
 
 
+def mean_mfu(rows: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return the mean MFU of the steps of a run's own rows of metrics; None if its peak FLOP/s are not known."""
+    known = [(row.tokens, row.mfu) for row in _timed_rows(rows) if row.mfu]
+    return sum(tokens for tokens, _ in known) / sum(tokens / mfu for tokens, mfu in known) if known else None
+
+
 class _TimedRow(NamedTuple):
-    """The steps, the tokens and the training time between a row of metrics and the row before it."""
+    """The steps, the tokens and the training time between a row of metrics and the row before it.
+
+    ranks: that trained them; None in rows of earlier versions. mfu: of each rank.
+    """
 
     steps: int
     tokens: float
     seconds: float
+    ranks: int | None
+    mfu: float | None
 
 
-def _timed_rows(run: RunRecord) -> list[_TimedRow]:
+def _timed_rows(metrics: Iterable[Mapping[str, Any]]) -> list[_TimedRow]:
     rows: list[_TimedRow] = []
     step, before = 0, 0.0
-    for row in run.rows:
+    for row in metrics:
         tokens, speed = finite(row.get("tokens")), finite(row.get("tokens_per_second"))
         updates = row.get("interval_updates")
         if not rows and type(updates) is int and tokens and 0 < updates < row["step"]:
@@ -132,6 +144,9 @@ def _timed_rows(run: RunRecord) -> list[_TimedRow]:
             step = row["step"] - updates
             before = tokens * step / row["step"]
         if row["step"] > step and tokens and speed and tokens > before and speed > 0:
-            rows.append(_TimedRow(row["step"] - step, tokens - before, (tokens - before) / speed))
+            ranks = row.get("world_size")
+            seconds = (tokens - before) / speed
+            known = ranks if type(ranks) is int else None, finite(row.get("mfu"))
+            rows.append(_TimedRow(row["step"] - step, tokens - before, seconds, *known))
             step, before = row["step"], tokens
     return rows

@@ -178,14 +178,14 @@ def with_one_source(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Return the runs of a comparison such that each metric is read from the same file of all of them.
 
     That is evaluation.json, which covers whole validation sets, for the metrics that it has of every complete run;
-    summary.json for all others that one of these has; and else evaluation.json.
+    summary.json for all others that one of these has; and else evaluation.json. Both keep their texts.
     """
     evaluations = [run.evaluation.keys() for run in runs if run.state == COMPLETE]
     evaluated = frozenset.intersection(*map(frozenset, evaluations)) if evaluations else frozenset()
     measured = {metric for run in runs for metric in run.summary} - evaluated
 
     def without(results: dict[str, Any], metrics: Set[str]) -> dict[str, Any]:
-        return {name: value for name, value in results.items() if name not in metrics}
+        return {name: value for name, value in results.items() if name not in metrics or name.endswith("/text")}
 
     return [
         replace(run, summary=without(run.summary, evaluated), evaluation=without(run.evaluation, measured))
@@ -198,17 +198,18 @@ def differing_texts(runs: Sequence[RunRecord], every_set: bool = False) -> list[
 
     every_set: also of those that only some complete runs have.
     """
-    texts: dict[str, set[Any]] = defaultdict(set)
     counts: Counter[str] = Counter()
-    results = [run.summary | run.evaluation for run in runs if run.state == COMPLETE and run.damage is None]
-    for values in results:
-        for name in ValidationLosses.of_row(values).by_set:
-            counts[name] += 1
-            texts[name].add(values.get(text_key(name)))
-    # runs of earlier versions do not say which text it was
-    return [
-        name for name in sorted(texts) if len(texts[name] - {None}) > 1 or (every_set and counts[name] < len(results))
-    ]
+    # by set, those of validations while training and of evaluations; runs of earlier versions do not say which it was
+    texts: tuple[dict[str, set[str]], ...] = defaultdict(set), defaultdict(set)
+    complete = [run for run in runs if run.state == COMPLETE and run.damage is None]
+    for run in complete:
+        counts.update(ValidationLosses.of_row(run.summary | run.evaluation).by_set)
+        for found, results in zip(texts, (run.summary, run.evaluation), strict=True):
+            for name in counts:
+                if text := results.get(text_key(name)):
+                    found[name].add(text)
+    missing = {name for name, count in counts.items() if every_set and count < len(complete)}
+    return sorted(missing | {name for found in texts for name, values in found.items() if len(values) > 1})
 
 
 def _damage(summary: Mapping[str, Any]) -> str | None:

@@ -5,7 +5,6 @@ pipeline, is in `overhead`.
 """
 
 import json
-import math
 import re
 from dataclasses import asdict, fields
 from typing import Any
@@ -15,10 +14,12 @@ from rich.table import Table
 
 from depthlm.accounting.cost import (
     assumption,
+    connection_flops,
     cost_rows,
     count_parameters,
     flops_per_token,
     gpu_hours,
+    layer_flops,
     long_run_remark,
 )
 from depthlm.accounting.memory import MemoryEstimator, UntracedError, largest
@@ -210,10 +211,10 @@ def recomputed_flops(model: Decoder, recompute: bool | int | str, sequence_lengt
         # linear layers and attention over the sequence are stored
         attentions = sum(layer.attention.forward_flops(0, True) for layer in model.layers)
         return model.loops * attentions + sum(connection.cost.flops for connection in list(model.connections)[:-1])
-    flops = flops_per_token(model, sequence_length)
-    passes = model.loops * model.size.num_layers
-    layers = math.ceil(passes / int(recompute)) if recompute else 0
-    return (flops.forward - flops.head) * layers / passes
+    num_layers = model.size.num_layers
+    positions = range(0, model.loops * num_layers, int(recompute)) if recompute else ()
+    layers = sum(sum(layer_flops(model.layers[position % num_layers], sequence_length)) for position in positions)
+    return layers + sum(connection_flops(model.connections[2 * p + part]) for p in positions for part in (0, 1))
 
 
 def _sizes(largest_sizes: dict[str, int | None]) -> list[str]:

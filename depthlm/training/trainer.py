@@ -17,7 +17,7 @@ from depthlm.model.parameters import seed_for
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.directory import Claim, DirectoryLostError
 from depthlm.runs.manifest import Progress
-from depthlm.runs.records import ValidationLosses, finite
+from depthlm.runs.records import ValidationLosses, finite, read_metrics
 from depthlm.runs.trackers import Trackers, start_trackers
 from depthlm.training.checkpoint.saving import Saver
 from depthlm.training.engine import Engine
@@ -258,6 +258,7 @@ class Trainer:
             "learning_rate": step.learning_rate,
             "grad_norm": finite(self.engine.grad_norm()),
             "tokens_per_second": tokens_per_second,
+            "world_size": self.plan.world_size,
             "mfu": self.mfu(tokens_per_second),
             "data_seconds": self.data_wait.take_lap(),
             "peak_memory_gib": peak_memory_gib(self.device),
@@ -365,7 +366,7 @@ class Trainer:
                 last,
                 self.cost,
                 unigram_entropy=corpus.unigram_entropy,
-                mfu=self.mfu(progress.tokens_per_second),
+                rows=read_metrics(self.paths.metrics),
                 peak_memory_gib=peak,
             )
             write_results(self.paths.path, summary)

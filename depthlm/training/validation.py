@@ -12,6 +12,7 @@ from depthlm.data import Corpus, DocumentRows, TokenFiles, validation_batches
 from depthlm.distributed.process_group import on_any_rank
 from depthlm.distributed.signals import StopRequest
 from depthlm.distributed.watchdog import Activity
+from depthlm.errors import DataError
 from depthlm.losses import document_rows, total_loss
 from depthlm.model import Connection, Decoder, Observer
 from depthlm.model.connection import State
@@ -60,7 +61,7 @@ def mechanism_diagnostics(config: Config, plan: Plan, corpus: Corpus, engine: En
 
 
 def log_sample(config: Config, engine: Engine, corpus: Corpus) -> None:
-    """Log the model's continuation of training.sample, but not in a pipeline.
+    """Log the model's continuation of training.sample, but not in a pipeline, or if the tokenizer cannot encode it.
 
     Collective, since at ZeRO 3 no rank can compute alone.
     """
@@ -70,7 +71,12 @@ def log_sample(config: Config, engine: Engine, corpus: Corpus) -> None:
     if config.training.pipeline.stages > 1:
         log.info("training.sample: no sample in a pipeline, whose ranks have parts of the model")
         return
-    tokens = torch.tensor([[corpus.tokenizer.end_of_text, *corpus.tokenizer.encode_batch([prompt])[0]]])
+    try:
+        (prompt_ids,) = corpus.tokenizer.encode_batch([prompt])
+    except DataError as error:
+        log.warning("training.sample=%s: no sample: %s", prompt, error)
+        return
+    tokens = torch.tensor([[corpus.tokenizer.end_of_text, *prompt_ids]])
     generator = torch.Generator(engine.device).manual_seed(config.seed)
     settings = {"temperature": 0.7, "top_k": 50, "generator": generator, "vocab_size": corpus.tokenizer.vocab_size}
     # compiling for every length of a sample would take longer than the sample

@@ -129,8 +129,13 @@ def test_text_stays_as_it_was_given_also_in_a_named_source():
     assert data.validation["web"].subset == "2024_01"
 
 
-def test_a_point_is_named_by_what_its_experiment_does_not_have_without_it():
-    points = sweep_points(["experiment=depthlm/sensitivity_rate", "optimizer.betas=[0.9,0.95]"])
+def test_a_point_is_named_by_what_its_experiment_does_not_have_without_it(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text(
+        "# @package _global_\ndefaults: [depthlm/_protocol, override /size: nano_160k, _self_]\n"
+        "experiment: {points: [{model: vanilla, optimizer.lr: [8.5e-3, 1.7e-2], seed: [1, 2]}]}\n"
+    )
+    points = sweep_points(["experiment=mine", "optimizer.betas=[0.9,0.95]"], tmp_path)
     folders = [Path(point.directory).name for point in points]
     assert {"vanilla-nano_160k-seed1-lr0.0085", "vanilla-nano_160k-seed1"} < {*folders}
     assert len({*folders}) == len(points)

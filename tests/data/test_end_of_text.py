@@ -87,6 +87,10 @@ def test_each_document_ends_with_the_wanted_token_and_has_no_other(local, tmp_pa
             assert ids[1::2] == [end] * (len(ids) // 2), name
             assert {*ids[::2]} <= {0, 2, 3} - {end}
     assert len({*folders.values()}) == 3
+    # the file that names the last one is lost
+    (folders[5] / "tokenizer_config.json").unlink()
+    with pytest.raises(DataError, match=r"the tokens were made with the end of text '<\|stop\|>'"):
+        open_corpus(data)
     # the token that is taken in any case changes no folder
     assert token_folders(local(**settings, end_of_text="<|im_end|>")) == {"local": folders[4]}
     # our own tokenizers have their own

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._utils import ExceptionWrapper
 
 from depthlm.data import (
     DataError,
@@ -148,6 +149,24 @@ def test_opening_damaged_token_files_is_an_error_and_verify_finds_one_flipped_bi
     _flip(folder / "validation-local-00000.bin")
     with pytest.raises(DataError, match="validation-local-00000"):
         verify(folder)
+
+
+def test_tokens_of_another_tokenizer_than_the_run_has_are_refused(local):
+    prepare(local())
+    prepare(local(tokenizer="bytes"))
+    tokenizer = open_corpus(local()).tokenizer
+    open_corpus(local(), tokenizer)
+    with pytest.raises(DataError, match="prepared with another tokenizer than the run's"):
+        open_corpus(local(tokenizer="bytes"), tokenizer)
+
+
+def test_an_error_of_a_process_that_prefetches_stays_a_data_error():
+    try:
+        raise DataError("the file has become shorter", "train-00000.bin", "Prepare it again.")
+    except DataError:
+        wrapped = ExceptionWrapper(where="in a worker")
+    with pytest.raises(DataError, match=r"the file has become shorter: train-00000\.bin\. Prepare it again\."):
+        wrapped.reraise()
 
 
 def test_a_vocabulary_above_16_bits_is_stored_as_uint32(local):

@@ -137,7 +137,7 @@ def test_a_corpus_is_prepared_from_the_hub_and_trained_on_and_its_mirror_gives_t
     local = [*mirrors.overrides(name), *PREPARED]
     if name == "fineweb_edu":
         local.append("data.files=sample/100BT/*")
-    mirrored = prepare(compose(local).data, progress=False)
+    mirrored = prepare(compose(local).data)
     assert mirrored != folders
     assert token_bytes(mirrored) == token_bytes(folders)
 

@@ -10,7 +10,7 @@ import depthlm
 from depthlm.config.arguments import read_arguments
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
-from depthlm.evaluation.generation import Generate, text_after, write_text
+from depthlm.evaluation.generation import Generate, print_stream, text_after, write_text
 from depthlm.mechanisms.residual import Residual
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.decoder import Decoder
@@ -90,6 +90,15 @@ def test_neither_the_batch_nor_chunks_of_the_prefill_affect_the_continuation_of_
         assert found == [{"prompt": line, "text": greedy(trained, line, 12)} for line in LINES]
 
 
+def test_a_long_prompt_does_not_shorten_the_continuation_of_another(trained, tmp_path, capsys):
+    # the context has 48 tokens
+    lines = {"x" * 40: 8, "the depth": 39}
+    (tmp_path / "prompts.txt").write_text("\n".join(lines))
+    write(f"run={trained}", f"prompts={tmp_path / 'prompts.txt'}", "temperature=0")
+    found = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+    assert found == [greedy(trained, line, tokens) for line, tokens in lines.items()]
+
+
 def test_sampling_is_reproducible_by_its_seed(trained, capsys):
     texts = []
     for seed in (1, 1, 2):
@@ -105,6 +114,12 @@ def test_text_is_streamed_in_complete_characters(trained, capsys, monkeypatch):
     monkeypatch.setattr(Decoder, "logits", lambda *_: one_hot(torch.tensor([[next(script)]]), 320).float())
     write(f"run={trained}", "prompt=b", f"max_new_tokens={len(text.encode())}", "temperature=0")
     assert capsys.readouterr().out == f"b{text}\n"
+
+
+def test_a_stream_goes_on_after_a_byte_that_ends_no_character(capsys):
+    # such a byte makes some tokenizers decode all bytes before it as invalid
+    print_stream("b", iter(["深", "\ufffd" * 4, "\ufffd" * 4 + "a", "\ufffd" * 4 + "ab"]))
+    assert capsys.readouterr().out == "b深" + "\ufffd" * 3 + "ab\n"
 
 
 def test_invalid_prompts_are_refused(trained, tmp_path):

@@ -5,6 +5,7 @@ import os
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from depthlm.config.arguments import read_arguments
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.evaluation.evaluate import Evaluate, evaluate
-from depthlm.evaluation.harness import SUITES, language_model
+from depthlm.evaluation.harness import SUITES, check_suite, language_model, load_tasks
 from depthlm.evaluation.language_models import HarnessLM
 from depthlm.hugging_face import export
 
@@ -169,13 +170,15 @@ def test_tasks_that_fail_keep_the_results_of_the_others(trained, task, tmp_path,
     assert not [key for key in recorded for name in failures if name in key]
 
 
-def test_an_answer_without_a_token_of_its_own_is_refused_with_what_to_do():
+def test_an_answer_without_a_token_or_longer_than_the_context_is_refused_with_what_to_do():
     lm = HarnessLM.__new__(HarnessLM)
-    lm.backend = "causal"
+    lm.backend, lm._max_length = "causal", 4
     lm.tok_encode = lambda text: [ord(character) for character in text.replace("b)", "b")]
     assert lm._encode_pair("a", "b)") == ([ord("a")], [ord("b")])
     with pytest.raises(UserError, match=r"merges the answer '\)' with the end of the text before it, 'ab'"):
         lm._encode_pair("ab", ")")
+    with pytest.raises(UserError, match=r"an answer of 5 tokens, 'ccccc'\.\.\., does not fit into the .* context of 4"):
+        lm._encode_pair("a", "ccccc")
 
 
 def test_only_results_on_all_questions_are_written_and_relative_paths_are_those_of_the_current_folder(
@@ -197,6 +200,21 @@ def test_suites_have_the_metric_names_that_the_experiments_read():
         shots = {0: "zero", 5: "five"}
         tasks = [*SUITES[name].tasks, "average"]
         assert read == {f"{shots[count]}_shot/{task}" for count in SUITES[name].shots for task in tasks}
+
+
+def test_scores_of_two_suites_do_not_replace_each_other():
+    check_suite(["moda"], {"step": 1, "zero_shot/piqa": 0.5, "zero_shot/copa": 0.5, "validation/lambada/loss": 1.0})
+    check_suite(["piqa"], {"zero_shot/lambada": 0.5})
+    with pytest.raises(UserError, match=r"tasks=moda: evaluation\.json has scores of tasks=paper, some under the same"):
+        check_suite(["moda"], {"step": 1, "zero_shot/piqa": 0.5, "zero_shot/lambada": 0.5})
+
+
+def test_tasks_that_draw_from_global_generators_are_the_same_each_time():
+    class Manager:
+        def load(self, tasks):
+            return {"tasks": {"drawn": [random.random(), np.random.random()]}}
+
+    assert load_tasks(Manager(), []) == load_tasks(Manager(), [])
 
 
 def test_unknown_tasks_are_refused(trained):

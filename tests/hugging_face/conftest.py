@@ -57,7 +57,7 @@ def write_run(directory: Path, *overrides: str, config_dir: str | None = None) -
     bytes_tokenizer().save(directory)
     manifest = seal(
         {
-            **{"step": 1, "world_size": 1, "stage": 0, "experts": 1, "corpus": ""},
+            **{"step": 1, "world_size": 1, "stage": 0, "experts": 1, "corpus": "", "tokens": 77},
             "config": dataclasses.asdict(config),
             "files": {WEIGHTS: digest(checkpoint / WEIGHTS)},
         }

@@ -46,6 +46,7 @@ def answer(folder, remote, tokens, texts):
         model.generate(**batch, max_new_tokens=4, num_beams=3, do_sample=False, use_cache=cached).tolist()
         for cached in (True, False)
     ]
+    low = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **trust)
 
     return {
         "class": type(model).__name__,
@@ -60,6 +61,8 @@ def answer(folder, remote, tokens, texts):
         "ids": [tokenizer(text).input_ids for text in texts],
         "ends": ends,
         "length": tokenizer.model_max_length,
+        "fp32": sorted(name for name, tensor in low.state_dict().items() if tensor.dtype == torch.float32),
+        "finite": bool(low(tokens).logits.isfinite().all()),
     }
 
 

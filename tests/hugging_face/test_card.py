@@ -51,6 +51,7 @@ def test_the_card_of_a_complete_run(make_run):
     assert "mHC ([arXiv 2512.24880](https://arxiv.org/abs/2512.24880))" in text
     assert f"| parameters | {sum(p.numel() for p in depthlm.load(run)[0].parameters()):,} (" in text
     assert "| seed | 7 |" in text
+    assert "| tokens | 77 |" in text
     assert "| trained with | depthlm 0.1.0 (commit 0123456789ab with uncommitted changes) |" in text
     assert imread(run / "export/loss.png").shape[2] == 4
     assert not (run / "loss.png").exists()

@@ -173,6 +173,10 @@ def test_an_export_computes_and_generates_what_the_run_does(case):
     cached, uncached = answer["beams"]
     assert cached == uncached
 
+    in_fp32 = {name.partition(".")[2] for name in answer["fp32"]}
+    assert in_fp32 == {name for name in model.state_dict() if name.rpartition(".")[2] in ("bias_e", "A_log", "dt_bias")}
+    assert answer["finite"]
+
     weights = load_weights(read_pretrained(case.folder))
     assert copy_weights(weights, model) == []
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from depthlm.runs.progress import progress_of
+from depthlm.runs.progress import mean_mfu, progress_of
 from depthlm.runs.records import read_run
 from depthlm.sweeps import Point
 from depthlm.sweeps.table import print_points
@@ -27,6 +27,21 @@ def test_hours_are_those_of_all_gpus_and_the_rest_is_estimated_from_the_newest_r
     assert progress.remaining_gpu_hours == pytest.approx(8 * 280 / 3600)
 
 
+def test_hours_and_mfu_are_those_of_the_ranks_that_trained_each_row_also_in_a_complete_fork(tmp_path):
+    # a fork at step 300, which then resumed on one GPU
+    rows = [
+        {"step": 310, "tokens": 31_000, "loss": 3.0, "interval_updates": 10, "tokens_per_second": 100.0, "mfu": 0.4},
+        {"step": 320, "tokens": 32_000, "loss": 3.0, "interval_updates": 10, "tokens_per_second": 10.0, "mfu": 0.2},
+    ]
+    rows = [row | {"world_size": ranks} for row, ranks in zip(rows, (8, 1), strict=True)]
+    summary = {"steps": 320, "wall_seconds": 36_000.0}
+    run = write_run(tmp_path, "run", environment_json=ON_GPUS, summary_json=json.dumps(summary))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert progress_of(read_run(run)).gpu_hours == pytest.approx((8 * 10 + 100) / 3600)
+    assert mean_mfu(rows) == pytest.approx(2 / (1 / 0.4 + 1 / 0.2))
+    assert mean_mfu([]) is None
+
+
 def test_the_rest_of_a_fork_is_estimated_from_its_own_steps(tmp_path):
     run = write_run(tmp_path, "run", environment_json=ON_GPUS)
     rows = [
@@ -45,7 +60,7 @@ def test_a_cpu_has_no_gpu_hours_missing_files_no_numbers_and_a_complete_run_thos
     assert {*progress_of(read_run(tmp_path / "none")).texts().values()} == {""}
     # a complete run has those of its summary
     summary = {"steps": 400, "tokens_per_second": 50.0, "wall_seconds": 3600.0}
-    run = write_run(tmp_path, "run", rows=2, environment_json=ON_GPUS, summary_json=json.dumps(summary))
+    run = write_run(tmp_path, "run", environment_json=ON_GPUS, summary_json=json.dumps(summary))
     assert progress_of(read_run(run)).texts() == {
         "step": "400 / 400", "tokens/s": "50", "left": "", "GPU hours": "8", "to come": "",
     }  # fmt: skip

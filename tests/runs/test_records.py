@@ -105,6 +105,13 @@ def test_validation_sets_of_one_name_and_other_text_are_named(tmp_path):
 
     runs = [run("1", a="0a, 5 tokens", b="0b, 5 tokens"), run("2", a="0a, 5 tokens", b="0b, 4 tokens")]
     assert differing_texts(runs) == ["b"]
+    # the loss of training, on its own text, is compared also where all runs were evaluated on one
+    for number in ("1", "2"):
+        evaluation = {"step": 100, "validation/b/loss": 2.4, "validation/b/text": "0b, 6 tokens"}
+        write(tmp_path / number, evaluation=evaluation)
+    runs = with_one_source([read_run(tmp_path / number) for number in ("1", "2")])
+    assert [run.number("validation/b/loss") for run in runs] == [2.4, 2.4]
+    assert differing_texts(runs) == ["b"]
     # a run of an earlier version does not say what its text was
     runs = [run("3", a="0a, 5 tokens"), run("4", a=None), run("5", a=None, c="0c, 1 tokens")]
     assert (differing_texts(runs), differing_texts(runs, every_set=True)) == ([], ["c"])

@@ -11,10 +11,11 @@ import depthlm
 from depthlm.__main__ import main
 from depthlm.accounting.cost import MEASURED_MFU, count_parameters, flops_per_token, long_run_remark
 from depthlm.accounting.memory import MemoryEstimator
+from depthlm.build import build_model
 from depthlm.config import compose
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
-from depthlm.summary.model import print_summary, summarize
+from depthlm.summary.model import print_summary, recomputed_flops, summarize
 
 from ..options import configuration
 
@@ -45,7 +46,7 @@ def test_gpu_hours_follow_from_the_flops_and_the_stated_assumption(capsys):
     printed = re.sub(" +", " ", capsys.readouterr().out)
     assert f"{count_parameters(model)['embedding']:,}" in printed
     assert "zero3" in printed
-    assert re.search(r"GPU hours .* on 4\) on H100 GPUs at 39.9% of their 989 TFLOP/s, as vanilla reached", printed)
+    assert re.search(r"GPU hours .* on 4\) in bf16 on H100 GPUs at 39.9% of their 989 TFLOP/s, as vanilla", printed)
     assert f"run, cost ${3 * hours:.2f} at $3.00 per GPU hour" in printed
 
 
@@ -83,6 +84,10 @@ def test_the_largest_micro_batch_fits_a_gpu_and_what_activation_checkpointing_sa
     head = 2 * config.size.hidden_size * config.size.vocab_size
     assert again["true"] == summary["forward_flops_per_token"] - head
     assert again["2"] == again["true"] / 2
+    # of layers that differ, those that are computed again
+    mixed = build_model(configuration(*SMALL, "backbone.mixers=[delta,attention]", "size.num_layers=4"))
+    assert recomputed_flops(mixed, 2, 64) == recomputed_flops(mixed, 2, 128) != recomputed_flops(mixed, True, 64) / 2
+    assert recomputed_flops(mixed, True, 64) < recomputed_flops(mixed, True, 128)
 
 
 def test_a_looped_decoder_has_a_summary_and_a_pipeline_has_one_without_memory(capsys):

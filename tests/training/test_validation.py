@@ -1,17 +1,32 @@
 """Diagnostics of mechanisms, and how they reach metrics.jsonl."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 
 import depthlm
+from depthlm.data import Corpus
+from depthlm.errors import DataError
 from depthlm.inspect.depth_mixing import depth_mixing
 from depthlm.model import Observer
 from depthlm.model.connection import Connection, State
 from depthlm.runs.records import read_metrics
-from depthlm.training.validation import diagnose
+from depthlm.training.engine import Engine
+from depthlm.training.validation import diagnose, log_sample
 
 SHAPE = ["size=micro", "data.tokenizer=bytes"]
 OF_STREAMS = {"res_from_identity", "res_from_uniform", "gain", "embedding_share"}
+
+
+def test_a_prompt_that_the_tokenizer_cannot_encode_gives_a_warning_and_no_sample(caplog):
+    class Closed:
+        def encode_batch(self, texts):
+            raise DataError("the end of text is also what unknown text is encoded as", "tokenizer.json", "Set another.")
+
+    log_sample(depthlm.compose(SHAPE), cast("Engine", None), cast("Corpus", SimpleNamespace(tokenizer=Closed())))
+    assert "training.sample=def: no sample: the end of text is also" in caplog.text
 
 
 def test_autocast_does_not_round_the_product_of_mixing_maps():

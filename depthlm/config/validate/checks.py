@@ -7,7 +7,7 @@ from depthlm.config.resolve import LENGTHS, tokenizer_exists
 from depthlm.config.schema import Config, run_steps, warmup_steps
 from depthlm.config.validate.decoder import check_divides, check_mechanism, check_parametrization, check_shape
 from depthlm.config.validate.pipeline import check_pipeline
-from depthlm.data import DataError, padded_vocab_size, shares, train_sources
+from depthlm.data import DataError, is_remote, padded_vocab_size, shares, train_sources
 from depthlm.distributed import launchers
 from depthlm.errors import UserError, join_names
 from depthlm.fields import TINY
@@ -137,12 +137,12 @@ def _check_optimizer(config: Config, given: Set[str]) -> list[str]:
     eps = optimizer.settings.get("eps")
     if isinstance(eps, (int, float)) and eps < TINY:
         errors.append(f"optimizer.settings.eps={eps}: must be a number, at least {TINY}")
-    if build.needs_matrices(optimizer) and stage > 0:
+    if optimizer.needs_matrices and stage > 0:
         errors.append(
             f"optimizer={optimizer.name} with deepspeed.stage={stage}: {optimizer._target_} needs whole matrices, "
             "which ZeRO 1 and above flatten; allowed: deepspeed=zero0, which runs on many ranks as well"
         )
-    if build.needs_matrices(optimizer) and (experts := config.deepspeed.experts) > 1:
+    if optimizer.needs_matrices and (experts := config.deepspeed.experts) > 1:
         errors.append(
             f"optimizer={optimizer.name} with deepspeed.experts={experts}: states of {optimizer._target_} are of all "
             "experts of a layer together; allowed: deepspeed.experts=1"
@@ -272,6 +272,25 @@ def _check_data(config: Config) -> list[str]:
     for name, source in data.validation.items():
         if source.weight is not None:
             errors.append(f"data.validation.{name}.weight={source.weight}: a validation set has none; leave it out")
+        for chosen, whole in (("validation_files", "files"), ("validation_split", "split")):
+            if (value := getattr(source, chosen)) is not None:
+                errors.append(
+                    f"data.validation.{name}.{chosen}={value}: all of a validation set is for validation; give "
+                    f"data.validation.{name}.{whole} instead"
+                )
+    for name, source in data.sources.items():
+        if data.source is not None and source.source is None and source.hub is not None:
+            errors.append(
+                f"data.source={data.source}: data.sources.{name}.hub={source.hub} has text of its own; give "
+                "data.sources.<name>.source to those sources that have local text"
+            )
+    for source in train_sources(data).values():
+        split = source.split or "train"
+        if is_remote(source) and split == source.validation_split:
+            errors.append(
+                f"data.split={split}: the model would be validated on its training text; give another "
+                "data.validation_split, or null, which holds out a share of the documents"
+            )
     if not data.sources and data.weight is not None:
         errors.append("data.weight: only a source of a mixture has one; give data.sources.<name>.weight")
     return errors

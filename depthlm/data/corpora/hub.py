@@ -86,6 +86,7 @@ def hub_tokenizer(name: str, others: Sequence[str] = ()) -> dict[str, bytes]:
     Where the hub cannot be reached, they come from the local cache. Raises DataError where neither has the tokenizer.
     """
     from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import RemoteEntryNotFoundError
 
     load: Callable[[str, str], Any] = hf_hub_download
     with _explain_errors(name, name, model=True):
@@ -99,9 +100,10 @@ def hub_tokenizer(name: str, others: Sequence[str] = ()) -> dict[str, bytes]:
                 raise
         contents = {_TOKENIZER: Path(path).read_text("utf-8").encode()}
     for file in others:
-        # the libraries raise many types of errors, and a file that cannot be read counts as missing
-        with suppress(Exception):
-            contents[file] = Path(load(name, file)).read_bytes()
+        with _explain_errors(name, name, model=True), suppress(RemoteEntryNotFoundError):
+            # the cache gives no path for a file that it lacks
+            if isinstance(path := load(name, file), str):
+                contents[file] = Path(path).read_bytes()
     return contents
 
 

@@ -161,7 +161,7 @@ def encode(job: Job) -> Manifest:
         dtype=dtype,
         vocab_size=size,
         tokenizer=job.tokenizer.fingerprint,
-        train=train.finish(job.tokenizer.unknown, entropy=bool(train.tokens)),
+        train=train.finish(job.tokenizer.unknown),
         validation={job.name: validation.finish(job.tokenizer.unknown)},
         left_out=dict(skipped),
     )

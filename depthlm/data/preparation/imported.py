@@ -214,7 +214,7 @@ def _write(
         dtype=dtype_of(size),
         vocab_size=size,
         tokenizer=tokenizer.fingerprint,
-        train=train.finish(tokenizer.unknown, entropy=bool(train.tokens)),
+        train=train.finish(tokenizer.unknown),
         validation={name: held.finish(tokenizer.unknown)},
         left_out={},
     )

@@ -52,19 +52,19 @@ MAX_TRAINING_BYTES = 2**30
 _MAY_HAVE_CHANGED = "may have changed (the same names and sizes, but files were written, copied or renamed)"
 
 
-def prepare(data: Data, progress: bool = True, only: Collection[str] = ()) -> dict[str, Path]:
+def prepare(data: Data, only: Collection[str] = ()) -> dict[str, Path]:
     """Make the token files of this configuration unless they exist, and return the folder of each source, by name.
 
     only: the sources and validation sets to prepare; empty: all.
 
     A folder appears by one rename. A killed call leaves <folder>.partial, and the next call resumes from its last
     complete shard. Of several processes at once, one prepares and the others wait. The same text and settings give the
-    same bytes, with or without interruptions. progress: show a bar on a terminal, else plain lines, on stderr.
+    same bytes, with or without interruptions.
 
     Raises DataError where the text is missing or bad, has no document for training or for validation, or the folder
     cannot be written, contains other files, or is being prepared with other settings.
     """
-    console = stderr_console(quiet=not progress, soft_wrap=True)
+    console = stderr_console(soft_wrap=True)
     sources = all_sources(data)
     for name in [data.name, *sources]:
         check_name(name)
@@ -269,9 +269,9 @@ def lock_tokens(target: Path, remedy: str, console: Console) -> Iterator[bool]:
 
 
 def check_empty(target: Path) -> None:
-    """Raise DataError if something is in the place of new token files."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise DataError("token files need an empty folder", target, "Empty it, or give another folder.")
+    """Raise DataError if something is in the place of new token files, or their folder cannot be moved there."""
+    if target.is_mount() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+        raise DataError("token files need an empty folder, no mount point", target, "Empty it, or give one inside it.")
 
 
 def publish(partial: Path, target: Path) -> None:

@@ -103,14 +103,14 @@ class SplitWriter:
                 raise DataError(f"{self._name} is damaged: it differs from its SHA-256", self.folder, remedy)
             self._length = state["open"]
 
-    def finish(self, unknown: int | None = None, entropy: bool = False) -> Split:
+    def finish(self, unknown: int | None = None) -> Split:
         """Close the last file and return the record of the split.
 
-        unknown: the id of the unknown token, if there is one. entropy: whether the record has the unigram entropy.
+        unknown: the id of the unknown token, if there is one. The record of training text has the unigram entropy.
         """
         self._close()
         share = self.counts[self.counts > 0] / max(1, self.counts.sum())
-        nats = float(-(share * np.log(share)).sum()) if entropy else None
+        nats = float(-(share * np.log(share)).sum()) if self.stem == "train" and self.tokens else None
         hidden = 0 if unknown is None else int(self.counts[unknown])
         return Split(self.tokens, self.documents, self.bytes, tuple(self.shards), nats, hidden)
 
@@ -221,7 +221,7 @@ class ProgressBar(Progress):
     def __init__(self, console: Console, name: str, quota: int | None) -> None:
         self.name, self.quota = name, quota
         columns = BarColumn(), TextColumn("{task.description}")
-        super().__init__(*columns, console=console, disable=console.quiet or not console.is_terminal)
+        super().__init__(*columns, console=console, disable=not console.is_terminal)
         self._bar = self.add_task(f"tokenising {name}", total=1.0)
         self._started: tuple[float, int, float] | None = None
         self._line_at = time.monotonic() + LINE_EVERY

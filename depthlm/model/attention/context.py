@@ -141,9 +141,8 @@ class KVCache:
     def bytes(self) -> int:
         """Return the memory of the cached tokens, in bytes."""
         pairs = [pair for pair in self._slots if pair is not None]
-        kept = [t[:, :, : self.length] for pair in pairs for t in pair]
-        kept += [t for state in self._states.values() for t in state]
-        return sum(t.numel() * t.element_size() for t in kept)
+        kept = sum(t[:, :, : self.length].nbytes for pair in pairs for t in pair)
+        return kept + sum(t.untyped_storage().nbytes() for state in self._states.values() for t in state)
 
     def _grow(self, pair: tuple[Tensor, Tensor] | None, end: int, *new: Tensor) -> tuple[Tensor, Tensor]:
         while self.max_length < end:

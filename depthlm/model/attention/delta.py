@@ -83,7 +83,9 @@ class DeltaAttention(nn.Module):
         ]
         q, k, v = (self.heads(x) for x, _ in outputs)
         o_bthe, state = delta_attention(l2_norm(q), l2_norm(k), v, g, beta, state, starts_bt)
-        context.set_state((*(tail for _, tail in outputs), state))
+        if context.cache is not None:
+            # a view would keep the inputs of all tokens
+            context.set_state((*(tail.clone() for _, tail in outputs), state))
         return (o_bthe, gate), depth
 
     def output(self, attended: tuple[Tensor, Tensor]) -> Tensor:

@@ -24,7 +24,7 @@ from depthlm.config.keys import validate_values
 from depthlm.config.saved import compare, of_this_version
 from depthlm.distributed.process_group import gather, on_rank_0
 from depthlm.errors import UserError
-from depthlm.optimizers.build import averages_weights, needs_matrices, parameter_groups
+from depthlm.optimizers.build import averages_weights, parameter_groups
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import checkpoint_of, newest_checkpoint, read_manifest, remove_leftovers
 from depthlm.runs.manifest import CheckpointError, Manifest, Progress
@@ -174,13 +174,20 @@ def _check_fork(path: Path, manifest: Manifest, config: Config) -> None:
         "optimizer.settings.amsgrad",
         "optimizer.settings.centered",
         *(["optimizer.betas"] if averages_weights(config.optimizer) else []),
-        *(["optimizer.betas", "optimizer.settings."] if needs_matrices(config.optimizer) else []),
+        *(["optimizer.betas", "optimizer.settings."] if config.optimizer.needs_matrices else []),
     )
     if conflicts := [name for name in differences if name.startswith(fixed)]:
         lines = "\n".join(f"  - {name}: {differences[name]}" for name in conflicts)
         raise UserError(
             f"fork_from={path}: its weights and optimizer fit only the same model, optimizer and precision:\n{lines}\n"
             f"Use the same settings, or start with its weights alone: init_from={path.parent.parent}"
+        )
+    before, now = manifest.config["training"], config.training
+    of_steps = (before["batch_size"] * before["sequence_length"], now.batch_size * now.sequence_length)
+    if now.max_steps is None and of_steps[0] != of_steps[1]:
+        raise UserError(
+            f"fork_from={path}: its steps have {of_steps[0]} tokens, and those of this run {of_steps[1]}, so a length "
+            "in tokens or epochs does not say where the run ends; give training.max_steps, with the steps that are done"
         )
     if any(name.startswith(("optimizer.", "parametrization.")) for name in differences):
         saved, _ = validate_values(of_this_version(manifest.config))

@@ -3,7 +3,7 @@
 import json
 import logging
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from depthlm.model.parameters import fp32_parameters
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.loss_curve import plot_loss
 from depthlm.runs.manifest import Progress
+from depthlm.runs.progress import mean_mfu
 from depthlm.runs.records import ValidationLosses, loss_key, perplexity, text_key
 from depthlm.training.monitoring.display import console, number_text, show_table
 from depthlm.training.plan import Plan
@@ -116,13 +117,13 @@ def summary_of(
     cost: Cost,
     *,
     unigram_entropy: float | None,
-    mfu: float | None,
+    rows: Iterable[Mapping[str, Any]],
     peak_memory_gib: float,
 ) -> dict[str, Any]:
     """Return the content of summary.json.
 
     losses: of the last validation. texts: what it was measured on, by set. last: the last row of metrics.jsonl.
-    unigram_entropy: of the corpus, in nats per token. mfu: that of the whole run.
+    unigram_entropy: of the corpus, in nats per token. rows: of metrics.jsonl.
     """
     return {
         "parameters": cost.parameters,
@@ -134,7 +135,7 @@ def summary_of(
         **losses.row(),
         **{text_key(name): text for name, text in texts.items()},
         "unigram_entropy": unigram_entropy,
-        "mfu": mfu,
+        "mfu": mean_mfu(rows),
         "peak_memory_gib": peak_memory_gib,
         "forward_flops_per_token": cost.flops_per_token / 3,
         "training_flops": cost.flops_per_token * progress.tokens,

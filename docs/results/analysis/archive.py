@@ -32,20 +32,8 @@ RESULTS = Path(__file__).resolve().parents[1]
 ARCHIVE = RESULTS / "runs"
 # the speeds measured by benchmarks/mechanisms.py
 TIMES = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
-EXPERIMENTS = (
-    "depth",
-    "sizes",
-    "completep",
-    "transfer",
-    # the first study, with one rate for all
-    "start",
-    "rates",
-    "scaling",
-    "sensitivity_embedding",
-    "sensitivity_rate",
-    "sensitivity_depth",
-    "sensitivity_rate_dca",
-)
+# scaling: the first study, with one rate for all
+EXPERIMENTS = ("depth", "sizes", "completep", "transfer", "scaling")
 # the numbers of a summary that are recorded
 NUMBERS = ("parameters", "steps", "tokens", "training_loss", "validation_loss", "validation_perplexity",
            "forward_flops_per_token", "training_flops", "wall_seconds", "skipped")  # fmt: skip

@@ -109,6 +109,14 @@ BROKEN: list[tuple[str, dict[str, str]]] = [
             "training.activation_checkpointing=selective training.compile=true": "activation_checkpointing=selective",
         },
     ),
+    ("data=c4", {"data.split=validation": "data.split=validation: the model would be validated on its training"}),
+    (
+        "data.sources.a.hub=x/y data.sources.a.weight=1 data.validation.w.source=.",
+        {
+            "data.validation.w.validation_files=*a": "data.validation.w.validation_files=*a: all of a validation set",
+            "data.source=.": "data.sources.a.hub=x/y has text of its own",
+        },
+    ),
     ("", {"optimizer=ademamix optimizer.betas=[0,0.9,0.9999]": "the first and the third must be above 0"}),
     ("schedule=wsd", {"schedule.decay_ratio=0.99": "overlap", "data=local": "data.source: "}),
     (

@@ -27,12 +27,13 @@ def test_only_settings_that_change_the_bytes_change_the_folder(local, tmp_path):
         {}, {"tokenizer": "bytes"}, {"vocab_size": 400}, {"validation_fraction": 0.1}, {"suffixes": [".txt"]},
         {"source": str(tmp_path / "copy")}, {"name": "other"}, {"max_tokens": 5}, {"shard_tokens": 7},
         {"files": "*0.txt"}, {"validation_files": "*0.txt"}, {"text_field": "body"},
+        {"on_bad_document": "skip", "max_document_bytes": 9},
     ]  # fmt: skip
     folders = [next(iter(token_folders(local(**change)).values())) for change in changes]
     assert len(set(folders)) == len(changes)
     irrelevant = [
         {"num_workers": 4}, {"fraction": 0.5}, {"pad_vocab_multiple": 1}, {"source": "text"}, {"shuffle_seed": 3},
-        {"document_mask": True}, {"on_bad_document": "skip"}, {"text_bytes": 5},
+        {"document_mask": True}, {"on_bad_document": "skip"}, {"text_bytes": 5}, {"max_document_bytes": 9},
     ]  # fmt: skip
     for same in irrelevant:
         assert token_folders(local(**same)) == token_folders(local())
@@ -102,7 +103,7 @@ def test_a_document_longer_than_a_token_file_and_a_batch_stays_one_document(loca
     assert Manifest.read(cut).train.documents == Manifest.read(whole).train.documents
 
 
-def test_a_folder_with_other_files_is_not_touched_and_one_that_cannot_be_written_is_an_error(local):
+def test_a_folder_with_other_files_is_not_touched_and_one_that_cannot_be_written_is_an_error(local, monkeypatch):
     Path("precious").mkdir()
     Path("precious/thesis.tex").write_text("years")
     with pytest.raises(DataError, match="empty folder"):
@@ -110,6 +111,11 @@ def test_a_folder_with_other_files_is_not_touched_and_one_that_cannot_be_written
     assert content(Path("precious")) == {"thesis.tex": b"years"}
     with pytest.raises(DataError, match="cannot prepare token files"):
         prepare(local(path="precious/thesis.tex/tokens"))
+    # a mount point cannot be renamed
+    Path("mounted").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "mounted")
+    with pytest.raises(DataError, match="empty folder, no mount point"):
+        prepare(local(path="mounted"))
 
 
 def test_of_a_few_documents_one_is_held_out(tmp_path):

@@ -115,6 +115,9 @@ def test_a_fork_that_cannot_use_the_state_or_has_no_valid_checkpoint_is_refused_
     ):
         with pytest.raises(UserError, match=rf"(?s){words}.*init_from={source}"):
             train(depthlm.compose(small_run(fork, change, name="next")))
+    length = ("training.max_steps=null", "training.max_tokens=1M", "training.batch_size=64")
+    with pytest.raises(UserError, match=r"its steps have \d+ tokens, .* give training.max_steps"):
+        train(depthlm.compose(small_run(fork, *length, name="next")))
     for given, words in (
         ([f"fork_from={tmp_path}/nowhere"], r"fork_from=.*nowhere: no checkpoint in it"),
         ([fork, f"init_from={source}"], "both given"),
