@@ -203,7 +203,7 @@ def differing_texts(runs: Sequence[RunRecord], every_set: bool = False) -> list[
     texts: tuple[dict[str, set[str]], ...] = defaultdict(set), defaultdict(set)
     complete = [run for run in runs if run.state == COMPLETE and run.damage is None]
     for run in complete:
-        counts.update(ValidationLosses.of_row(run.summary | run.evaluation).by_set)
+        counts.update([*ValidationLosses.of_row(run.summary | run.evaluation).by_set])
         for found, results in zip(texts, (run.summary, run.evaluation), strict=True):
             for name in counts:
                 if text := results.get(text_key(name)):

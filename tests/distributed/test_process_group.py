@@ -18,13 +18,14 @@ def test_ranks_that_do_not_arrive_time_out(monkeypatch):
     port = free_port()
     for name, value in rank_variables(0, port).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("depthlm.distributed.process_group.ARRIVAL", SOON)
     with pytest.raises(UserError, match=rf"2 ranks did not meet at 127\.0\.0\.1:{port} within 1 s .*MASTER_PORT"):
-        rendezvous(Ranks(0, 0, 2, 2, "srun", 1, "127.0.0.1", port), SOON)
+        rendezvous(Ranks(0, 0, 2, 2, "srun", 1, "127.0.0.1", port))
 
 
 def test_an_address_that_cannot_be_resolved_is_reported_at_once():
     with pytest.raises(UserError, match=r"cannot resolve.*export MASTER_ADDR"):
-        rendezvous(Ranks(0, 0, 2, 1, "srun", 2, "no-such-node.invalid", 29500), SOON)
+        rendezvous(Ranks(0, 0, 2, 1, "srun", 2, "no-such-node.invalid", 29500))
 
 
 def timeout_of_a_group() -> timedelta:
