@@ -87,7 +87,7 @@ class OptunaSweeper(Sweeper):
                 trials = [interrupted.pop(0) if interrupted else study.ask(axes) for _ in batch]
             except ValueError as error:
                 raise UserError(f"study {study.study_name}: {error}; give another hydra.sweeper.study_name=") from None
-            points = [(*fixed, *_settings(trial.params)) for trial in trials]
+            points = [(*open_names(fixed), *_settings(trial.params)) for trial in trials]
             losses = self._train(dict.fromkeys(points), first)
             failed = 0
             for trial, point in zip(trials, points, strict=True):

@@ -10,7 +10,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from depthlm.config.hydra_context import config_dir_of
+from depthlm.config.hydra_context import config_dir_of, open_names
 from depthlm.sweeps import Point, sweep_points
 
 
@@ -34,7 +34,7 @@ class PointsSweeper(Sweeper):
         from depthlm.config.names import by_name, experiment_of, normal_value
         from depthlm.report.command import show_results
         from depthlm.runs.records import COMPLETE, FAILED, WAITING, read_run
-        from depthlm.sweeps.best import find_undecided
+        from depthlm.sweeps.best import find_undecided, is_done
         from depthlm.sweeps.table import print_points
 
         def diverged(point: Point) -> bool:
@@ -45,7 +45,7 @@ class PointsSweeper(Sweeper):
         done: list[JobReturn] = []
         points = sweep_points(arguments, self.config_dir)
         while new := [point for point in points if point not in launched and not diverged(point)]:
-            done += self.launcher.launch([point.overrides for point in new], initial_job_idx=len(launched))
+            done += self.launcher.launch([open_names(point.overrides) for point in new], initial_job_idx=len(launched))
             launched += new
             if any(point.best_over for point in points):
                 # the results call for further points
@@ -53,7 +53,9 @@ class PointsSweeper(Sweeper):
         failed = [
             point.directory
             for point, job in zip(launched, done, strict=True)
-            if (job.status != JobStatus.COMPLETED or job.return_value == math.inf) and not diverged(point)
+            if (job.status != JobStatus.COMPLETED or job.return_value == math.inf)
+            # another sweep may have trained it meanwhile
+            and not (diverged(point) or is_done(point))
         ]
         # points that were refused: their directory contains a complete run with other settings, or nothing
         refused = [directory for directory in failed if read_run(directory).state in (COMPLETE, WAITING)]

@@ -96,7 +96,7 @@ class AltUp(Connection):
     def maps(self, state: State) -> Tensor:
         """Return 1 + A as x_ijbt."""
         n, r_btn = len(state.streams), self.route(state.h, self.scaled_router())
-        a_btij = F.linear(r_btn, self.predict).unflatten(-1, (n, n))
+        a_btij = upcast(F.linear(r_btn, self.predict)).unflatten(-1, (n, n))
         return (a_btij + torch.eye(n, dtype=a_btij.dtype, device=a_btij.device)).permute(2, 3, 0, 1)
 
     def route(self, x_btd: Tensor, router_nd: Tensor) -> Tensor:
@@ -109,7 +109,8 @@ class AltUp(Connection):
         if self.spec.kind == "attention":
             return carry._replace(h=h)
         assert carry.router_nd is not None
-        gates_btn, change = 1 + F.linear(self.route(h, carry.router_nd), self.correct), h - carry.streams[0]
+        gates_btn = 1 + upcast(F.linear(self.route(h, carry.router_nd), self.correct))
+        change = h - carry.streams[0]
         pairs = zip(carry.streams, gates_btn.unbind(-1), strict=True)
         corrected = tuple((x + gate[..., None] * change).to(x.dtype) for x, gate in pairs)
         return State(corrected, corrected[0])

@@ -205,7 +205,7 @@ class AttentionResiduals(Connection):
         if state.stream is not None and self.adds:
             inputs = tuple([state.stream + h for h in inputs])
         elif state.stream is not None:
-            inputs = tuple(interpolate(state.stream, h, g) for h, g in zip(inputs, self.gate, strict=True))
+            inputs = tuple(interpolate(state.stream, h, g) for h, g in zip(inputs, self.gate.split(1), strict=True))
         return inputs, ahead
 
     def attend(self, state: State, weights: Any) -> tuple[Inputs, tuple[Partial, ...]]:

@@ -114,7 +114,7 @@ class AttentionResidualsRecency(Connection):
         else:
             assert self.read_ahead is not None
             (h,), ahead = self.read_ahead.read(state.sources, state.ahead)
-        return (interpolate(state.running_sum, h, self.gate[0]) if self.has_gate else h,), ahead
+        return (interpolate(state.running_sum, h, self.gate) if self.has_gate else h,), ahead
 
     def weights(self, state: State) -> Tensor:
         """Return alpha_nbt of the sources."""

@@ -47,7 +47,8 @@ class EmbeddingSkip(Connection):
     def read(self, state: State, weights: None = None) -> tuple[Inputs, Tensor]:
         h = state.h
         if self.spec.kind == "attention":
-            a, b = self.weight if self.edit is None else self.edited_weights(h)
+            # without a dimension, they would be rounded to the dtype of h
+            a, b = self.weight.split(1) if self.edit is None else self.edited_weights(h)
             h = (a * h + b * state.embedding).to(h.dtype)
         return (h,), h
 

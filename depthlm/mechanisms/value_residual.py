@@ -61,7 +61,8 @@ class ValueResidual(SelfAttention):
     ) -> tuple[Tensor, DepthKV]:
         q, k, v = projected
         if depth:
-            a, b = getattr(self, "value_weights", STARTS["paper"])
+            # without a dimension, they would be rounded to the dtype of v
+            a, b = self.value_weights.split(1) if hasattr(self, "value_weights") else STARTS["paper"]
             if self.edit is not None:
                 a, b = self.edited_weights(v, context)
             v = (a * v + b * depth[0][0]).to(v.dtype)

@@ -69,7 +69,8 @@ class WideResidual(Connection):
 
     def write(self, state: State, output_btd: Tensor, carry: None) -> State:
         weights = 2 * self.write_logits.sigmoid()
-        pairs = zip(weights, state.streams, strict=True)
+        # without a dimension, a weight would be rounded to the dtype of the output
+        pairs = zip(weights.split(1), state.streams, strict=True)
         return State(tuple((x + w * output_btd).to(x.dtype) for w, x in pairs))
 
     def figures(self, state: State) -> list[Figure]:

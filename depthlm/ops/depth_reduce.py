@@ -36,7 +36,10 @@ def source_scores(query: Tensor, sources: Sequence[Tensor], eps: float | None) -
 
 
 def interpolate(x: Tensor, y: Tensor, g: Tensor) -> Tensor:
-    """Return (1 - g) x + g y in the dtype of x; with g = 0 it is x, bit by bit, if y is finite."""
+    """Return (1 - g) x + g y in the dtype of x; with g = 0 it is x, bit by bit, if y is finite.
+
+    g has a dimension; without one, PyTorch would round it to the dtype of x.
+    """
     return ((1 - g) * x + g * y).to(x.dtype)
 
 

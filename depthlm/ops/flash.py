@@ -32,8 +32,11 @@ class Bounds(NamedTuple):
 
 def gpu_flash(q_bhte: Tensor) -> bool:
     """Return whether flash attention on a GPU supports these queries."""
-    narrow = q_bhte.is_cuda and q_bhte.itemsize == 2 and q_bhte.is_floating_point()
-    return narrow and gpu_capability() >= (8, 0) and q_bhte.shape[3] % 8 == 0 and q_bhte.shape[3] <= 256
+    narrow, width = q_bhte.is_cuda and q_bhte.itemsize == 2 and q_bhte.is_floating_point(), q_bhte.shape[3]
+    if not narrow or gpu_capability() < (8, 0) or width % 8 or width > 256:
+        return False
+    # the backward pass does not fit into the shared memory of consumer GPUs
+    return not (192 < width <= 224 and gpu_capability() not in ((8, 0), (9, 0), (10, 0)))
 
 
 def by_cudnn(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, causal: bool) -> bool:

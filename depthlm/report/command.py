@@ -36,9 +36,9 @@ def report(arguments: Sequence[str], config_dir: str | Path | None = None) -> Pa
     options = dict(text.split("=", 1) for text in arguments if text.startswith(OPTIONS))
     overrides = [text for text in arguments if not text.startswith(OPTIONS)]
     to, baseline = options.get("to"), options.get("baseline")
-    folders = [text for text in overrides if "=" not in text and not text.startswith("~")]
+    folders = [text for text in overrides if Path(text).is_dir() or ("=" not in text and not text.startswith("~"))]
     if folders:
-        settings = [text for text in overrides if "=" in text]
+        settings = [text for text in overrides if text not in folders]
         if settings:
             raise UserError(f"{' '.join(settings)}: not with a folder of runs, which have their own settings; {USAGE}")
         is_inside = len(folders) == 1 and not holds_run(Path(folders[0]))

@@ -109,10 +109,11 @@ def read_cluster(overrides: list[str]) -> Cluster:
     return cluster
 
 
-def record_array(snapshot: Path, job: str, directories: list[str]) -> None:
-    """Record that a job array trains these run directories, one per index."""
-    with (snapshot / JOBS).open("a") as file:
-        file.write(json.dumps({"job": job, "directories": directories}) + "\n")
+def record_array(folder: Path, job: str, directories: list[str], logs: Path) -> None:
+    """Record in a folder that a job array trains these run directories, one per index. logs: the folder of its logs."""
+    folder.mkdir(exist_ok=True)
+    with (folder / JOBS).open("a") as file:
+        file.write(json.dumps({"job": job, "directories": directories, "logs": str(logs)}) + "\n")
 
 
 def job_logs(folders: Iterable[Path]) -> dict[str, Path]:
@@ -186,9 +187,9 @@ def _tasks(folders: Iterable[Path]) -> dict[tuple[str, int], tuple[str, Path]]:
             for number, line in enumerate(lines, 1):
                 try:
                     array = json.loads(line)
-                    job = str(array["job"])
+                    job, logs = str(array["job"]), Path(array.get("logs", file.parent))
                     for index, directory in enumerate(array["directories"]):
-                        tasks[job, index] = str(directory), file.parent / f"log-{job}_{index}.txt"
+                        tasks[job, index] = str(directory), logs / f"log-{job}_{index}.txt"
                 except (ValueError, KeyError, TypeError, RecursionError):
                     print(f"{file}:{number}: not a record of a job; its points count as not submitted", file=sys.stderr)
     return tasks

@@ -17,12 +17,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from depthlm.config.arguments import describe_keys
-from depthlm.config.saved import config_text, fixed_changes, load_config
+from depthlm.config.saved import config_text
 from depthlm.errors import UserError
 from depthlm.files import open_appending
 from depthlm.locations import CONF, IS_CHECKOUT, PACKAGE, REPOSITORY
@@ -38,7 +38,7 @@ from depthlm.slurm.cluster import (
     record_array,
 )
 from depthlm.sweeps import Point, check_points
-from depthlm.sweeps.best import find_undecided, has_result, undecided_text
+from depthlm.sweeps.best import find_undecided, is_done, undecided_text
 from depthlm.sweeps.table import print_points
 
 FOLDER = Path(__file__).resolve().parent
@@ -71,10 +71,11 @@ def main(arguments: list[str], program: str) -> None:
         return
     cluster = read_cluster(cluster_overrides)
     points = check_points(overrides, parsed.config_dir, here=False)
-    folder = sweep_folder(points[0])
-    # without the lock, a second command would submit the same points, because it would not see the jobs of this one
-    with nullcontext() if parsed.dry_run else lock_sweeps(folder):
-        submit(points, cluster, folder, parsed.dry_run)
+    with ExitStack() as locks:
+        # without them, a second command would submit the same points, because it would not see the jobs of this one
+        for folder in [] if parsed.dry_run else sorted({*map(sweep_folder, points)}):
+            locks.enter_context(lock_sweeps(folder))
+        submit(points, cluster, parsed.dry_run)
 
 
 def status(overrides: list[str], config_dir: str | None) -> None:
@@ -87,8 +88,11 @@ def status(overrides: list[str], config_dir: str | None) -> None:
     print_points(points, jobs)
 
 
-def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -> None:
-    """Submit every point that is neither done nor queued, from a snapshot in the folder."""
+def submit(points: list[Point], cluster: Cluster, dry_run: bool) -> None:
+    """Submit every point that is neither done nor queued, from a snapshot in the folder of the first one.
+
+    The folders of all points record their jobs, since a later command may have only some of the points.
+    """
     queued = jobs_of(points)
     to_train = {point.directory: point for point in points if point.directory not in queued and not is_done(point)}
     deferred: set[str] = set()
@@ -105,7 +109,8 @@ def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -
         return
     refused = check(list(to_train.values()), cluster, dry_run)
     waves = group_into_waves(to_train)
-    snapshot = next_snapshot(folder)
+    records = {folder: next_snapshot(folder) for folder in {*map(sweep_folder, points)}}
+    snapshot = records[sweep_folder(points[0])]
     ordered = [to_train[directory] for wave in waves for directory in wave]
     if dry_run:
         print("\n".join(f"{number:4}  {point_command(point)}" for number, point in enumerate(ordered)))
@@ -120,8 +125,8 @@ def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -
                 # with a throttle, the parts follow one another: it holds for one array
                 after = jobs[-1:] if cluster.throttle and jobs else previous_jobs
                 jobs.append(submit_array(cluster, snapshot, offset, len(part), after, dry_run))
-                if not dry_run:
-                    record_array(snapshot, jobs[-1], part)
+                for folder in () if dry_run else {sweep_folder(to_train[directory]) for directory in part}:
+                    record_array(records[folder], jobs[-1], part, snapshot)
                 offset += len(part)
             previous_jobs = jobs
     except RejectedError:
@@ -140,17 +145,6 @@ def jobs_of(points: Sequence[Point]) -> dict[str, tuple[str, str]]:
     jobs = queued_points(map(sweep_folder, points))
     done = {point.directory for point in points if point.directory in jobs and is_done(point)}
     return {directory: job for directory, job in jobs.items() if directory not in done}
-
-
-def is_done(point: Point) -> bool:
-    """Return whether a point has its result, with its settings and the code of today.
-
-    The check of its start reports what is damaged.
-    """
-    with suppress(UserError):
-        changed = fixed_changes(load_config(Path(point.directory)), point.config_elsewhere())
-        return has_result(point, read_run(point.directory)) and not changed
-    return False
 
 
 def check(points: list[Point], cluster: Cluster, dry_run: bool) -> UserError | None:

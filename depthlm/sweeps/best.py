@@ -22,8 +22,10 @@ from depthlm.config.compose import compose
 from depthlm.config.experiment import VALIDATION_LOSS, Column, Experiment
 from depthlm.config.keys import declaration, keys
 from depthlm.config.names import by_name, normal_value, setting_text
+from depthlm.config.saved import fixed_changes, load_config
 from depthlm.counts import Count, as_number, format_count
-from depthlm.errors import ConfigError, nearest
+from depthlm.errors import ConfigError, UserError, nearest
+from depthlm.runs.checkpoints import has_checkpoint
 from depthlm.runs.records import COMPLETE, RunRecord, differing_texts, read_run
 from depthlm.sweeps.point import Point
 
@@ -87,6 +89,19 @@ def has_result(point: Point, run: RunRecord) -> bool:
     One whose results are damaged is not: nothing is known of its value.
     """
     return run.damage is None and (run.state == COMPLETE or (point.selects and run.diverged))
+
+
+def is_done(point: Point) -> bool:
+    """Return whether a point has its result, with its settings and the code of today, and is not to be trained again.
+
+    The check of its start reports what is damaged.
+    """
+    with suppress(UserError):
+        config, run = point.config_elsewhere(), read_run(point.directory)
+        if config.resume == "retrain" and not has_checkpoint(run.directory, run.step or 0):
+            return False
+        return has_result(point, run) and not fixed_changes(load_config(run.directory), config)
+    return False
 
 
 def as_trained(run: RunRecord) -> RunRecord:

@@ -6,8 +6,9 @@ from functools import cached_property
 from pathlib import Path
 
 from depthlm.config.compose import compose_unchecked
+from depthlm.config.hydra_context import value_text
 from depthlm.config.keys import replace_values
-from depthlm.config.names import mechanism_name
+from depthlm.config.names import mechanism_name, normal_value
 from depthlm.config.saved import load_config
 from depthlm.config.schema import Config
 from depthlm.errors import UserError
@@ -88,11 +89,12 @@ class Point:
     @property
     def starts(self) -> list[str]:
         """The runs, or folders, that the point starts from."""
-        return [text.partition("=")[2] for text in self.overrides if text.startswith(STARTS)]
+        given = (text.partition("=") for text in self.overrides if text.startswith(STARTS))
+        return [normal_value(name, value) for name, _, value in given]
 
     def checkable(self) -> list[str]:
         """Return the overrides without the run it starts from, which need not exist before the sweep."""
         if not self.follows:
             return self.overrides
         kept = [text for text in self.overrides if not text.startswith((*STARTS, "output_dir="))]
-        return [*kept, f"output_dir={self.directory}"]
+        return [*kept, f"output_dir={value_text('output_dir', self.directory)}"]

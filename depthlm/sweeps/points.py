@@ -9,14 +9,14 @@ from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 from hydra.errors import HydraException
 
 from depthlm.config.compose import compose
 from depthlm.config.experiment import Experiment
 from depthlm.config.from_run import read_sources
-from depthlm.config.hydra_context import hydra_at_conf
-from depthlm.config.keys import override_text
+from depthlm.config.hydra_context import available_groups, hydra_at_conf, value_text
+from depthlm.config.keys import is_text, override_text
 from depthlm.config.names import by_name, experiment_of, importance, is_key, setting_texts
 from depthlm.config.resolve import alternatives, compose_fields, mistakes_in
 from depthlm.config.schema import Config
@@ -46,7 +46,7 @@ def sweep_points(
     """
     unique_points: dict[tuple[str, ...], Point] = {}
     with hydra_at_conf():
-        for combination in _product(overrides):
+        for combination in _product(overrides, config_dir):
             name = experiment_of(combination)
             points = [] if name is None else _experiment_points(combination, name, config_dir)
             for point in points or [Point(combination, by_name(combination), config_dir=config_dir)]:
@@ -113,7 +113,7 @@ def check_points(overrides: Sequence[str], config_dir: str | Path | None = None,
     except ConfigError as error:
         # a mistake in the points hides none in the overrides
         raise ConfigError([*error.errors, *_mistakes(overrides, config_dir, here)]) from None
-    errors = [] if points else [_no_points(overrides)]
+    errors = [] if points else [_no_points(overrides, config_dir)]
     directories: set[str | None] = set()
     for point in points:
         try:
@@ -136,7 +136,7 @@ def _mistakes(overrides: Sequence[str], config_dir: str | Path | None, here: boo
     """Return the mistakes in the product of the axes, apart from the points of an experiment."""
     errors: list[str] = []
     with hydra_at_conf():
-        products = list(_product([text for text in overrides if not text.startswith("experiment")]))
+        products = list(_product([text for text in overrides if not text.startswith("experiment")], config_dir))
     for product in products:
         try:
             compose(product, config_dir, here=here)
@@ -145,10 +145,10 @@ def _mistakes(overrides: Sequence[str], config_dir: str | Path | None, here: boo
     return errors
 
 
-def _no_points(overrides: Sequence[str]) -> str:
+def _no_points(overrides: Sequence[str], config_dir: str | Path | None) -> str:
     """Return why the product of the axes is empty."""
     with hydra_at_conf():
-        empty = [text for text in overrides if not any(_product([text]))]
+        empty = [text for text in overrides if not any(_product([text], config_dir))]
     return f"{', '.join(empty)}: gives no value, so the sweep has no points; glob() selects options of a group"
 
 
@@ -185,18 +185,30 @@ def _parse(text: str) -> Override | None:
         return None
 
 
-def _product(overrides: Sequence[str]) -> Iterator[list[str]]:
+def _product(overrides: Sequence[str], config_dir: str | Path | None) -> Iterator[list[str]]:
     axes = []
     for text in overrides:
         override = _parse(text)
         if override is not None and override.is_sweep_override() and override.is_discrete_sweep():
             name = override.get_key_element()
-            values = list(override.sweep_string_iterator())
-            _check_sorted(text, values)
-            axes.append([f"{name}={value}" for value in values])
+            axes.append([f"{name}={value}" for value in _axis_values(text, override, config_dir)])
         else:
             axes.append([text])
     return (list(point) for point in itertools.product(*axes))
+
+
+def _axis_values(text: str, override: Override, config_dir: str | Path | None) -> list[str]:
+    """Return the values of an axis as texts of overrides."""
+    name, axis = override.key_or_group, override.value()
+    if isinstance(axis, Glob):
+        # Hydra does not know the options of the additional folder here
+        return axis.filter(available_groups(config_dir).get(name, []))
+    values = list(override.sweep_string_iterator())
+    _check_sorted(text, values)
+    given = [value.strip() for value in text.partition("=")[2].split(",")]
+    # Hydra reads 1.10 as a number, which would become 1.1
+    is_plain = isinstance(axis, ChoiceSweep) and axis.simple_form and len(given) == len(values)
+    return given if is_plain and is_text(name) else values
 
 
 def _check_sorted(text: str, values: Sequence[str]) -> None:
@@ -274,7 +286,7 @@ def _combine(
             if (value[1:], seed) not in earlier:
                 seeds = [other or "the default" for label, other in earlier if label == value[1:]]
                 raise ConfigError([f"{key}={value}: that point has no seed {seed}; its seeds: {join_names(seeds)}"])
-            value = earlier[value[1:], seed].directory
+            value = value_text(key, earlier[value[1:], seed].directory)
             follows = True
         texts.append(f"{key}={value}")
     return Point(texts, settings, line.parts, line.paper, follows, config_dir, line.default_seed, line.spreads)

@@ -105,6 +105,13 @@ def test_a_mechanism_from_config_dir_composes(tmp_path):
     assert depthlm.compose(["model=mine"], config_dir=tmp_path).model.name == "other"
 
 
+def test_an_option_of_config_dir_may_set_what_the_default_configuration_sets(tmp_path):
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer/mine.yaml").write_text("name: mine\n_target_: torch.optim.SGD\nlr: 0.1\n")
+    for given, lr in (([], 0.1), (["optimizer.lr=0.2"], 0.2)):
+        assert depthlm.compose(["optimizer=mine", *given], config_dir=tmp_path).optimizer.lr == lr
+
+
 def test_a_file_of_config_dir_that_hydra_would_not_read_is_named(tmp_path):
     (tmp_path / "size").mkdir()
     # a copy changes nothing

@@ -88,6 +88,14 @@ def test_another_row_may_be_the_baseline(capsys):
         report(["outputs", "baseline=mhc"])
 
 
+def test_a_folder_may_have_an_equals_sign_in_its_name():
+    for rate in ("0.1", "0.2"):
+        write_run(f"runs/lr={rate}", 3.0, config={"optimizer": {"lr": float(rate)}})
+    assert "2 runs: 2 complete" in report(["runs/lr=0.1", "runs/lr=0.2", "to=report"]).read_text()
+    with pytest.raises(UserError, match="size=micro: not with a folder of runs"):
+        report(["runs/lr=0.1", "size=micro"])
+
+
 def test_a_path_without_runs_is_an_error_and_a_run_named_twice_is_reported_once():
     folder = write_run("outputs/base")
     Path("outputs/empty").mkdir()

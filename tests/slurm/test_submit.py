@@ -20,6 +20,7 @@ from depthlm.locations import REPOSITORY
 from depthlm.slurm.cluster import queued_points, record_array
 from depthlm.slurm.submit import job_config_text, main
 from depthlm.sweeps import Point, sweep_points
+from depthlm.sweeps.best import is_done
 
 from ..report.made_up import write_run
 
@@ -108,6 +109,28 @@ def test_two_submissions_at_once_train_every_point_once(four_points, tmp_path, b
         "4 points to train",
     ]
     assert [folder.name for folder in (tmp_path / "runs/.slurm").glob("0*")] == ["0001"]
+
+
+@pytest.mark.slow
+def test_every_folder_of_a_sweep_knows_its_jobs(four_points, tmp_path, bin_folder, submit):
+    given = [*without_directory(four_points), f"output_dir={tmp_path}/runs/${{model.name}}/${{optimizer.lr}}"]
+    fake(bin_folder, "sbatch", "echo 12\n")
+    fake(bin_folder, "squeue", "for i in 0 1 2 3; do echo 12 $i PENDING; done\n")
+    assert "4 points to train" in submit(*given)
+    models = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert len(models) == 2
+    for name in models:
+        assert "0 points to train (2 more are complete, or have a job)" in submit(*given, f"model={name}")
+    # the code is in one of them
+    assert len([*(tmp_path / "runs").glob("*/.slurm/0001/code")]) == 1
+
+
+def test_a_complete_run_without_its_last_checkpoint_is_submitted_again_on_request(tmp_path):
+    write_run(tmp_path / "run", 3.0)
+    for resume in ("auto", "retrain"):
+        (point,) = sweep_points(["size=micro", f"output_dir={tmp_path}/run", f"resume={resume}"])
+        (tmp_path / "run/config.yaml").write_text(job_config_text(point))
+        assert is_done(point) == (resume == "auto")
 
 
 def test_a_submission_that_sbatch_rejects_or_gives_no_id_is_reported_and_leaves_no_snapshot(
@@ -261,7 +284,7 @@ def test_the_status_says_why_a_job_waits_and_where_a_job_that_ended_has_its_log(
     snapshot = tmp_path / "runs/.slurm/0001"
     snapshot.mkdir(parents=True)
     points = sweep_points(four_points[2:], four_points[1])
-    record_array(snapshot, "12", [point.directory for point in points])
+    record_array(snapshot, "12", [point.directory for point in points], snapshot)
     lines = ("12 0 PENDING PartitionConfig", "12 1 PENDING Priority", "12 2 RUNNING None", "12 3 TIMEOUT None")
     fake(bin_folder, "squeue", "".join(f"echo '{line}'\n" for line in lines))
     printed = submit("--status", *four_points)

@@ -221,3 +221,29 @@ def test_a_range_has_its_values_in_any_order_or_is_refused():
     }.items():
         with pytest.raises(ConfigError, match=re.escape(message)):
             check_points([f"seed={text}"])
+
+
+def test_options_of_an_additional_folder_are_found_by_glob(tmp_path):
+    (tmp_path / "size").mkdir()
+    for name in ("mine_a", "mine_b"):
+        (tmp_path / f"size/{name}.yaml").write_text("defaults: [micro]\n")
+    points = sweep_points(["size=glob(mine_*)"], tmp_path)
+    assert [point.overrides for point in points] == [["size=mine_a"], ["size=mine_b"]]
+
+
+def test_texts_that_look_like_numbers_stay_as_they_were_given():
+    points = sweep_points(["data=stdlib", "data.subset=1.10, 1.20,'2024_01'"])
+    assert [point.overrides[1] for point in points] == ["data.subset=1.10", "data.subset=1.20", "data.subset='2024_01'"]
+    assert [point.config.data.subset for point in points] == ["1.10", "1.20", "2024_01"]
+
+
+def test_a_point_starts_from_a_directory_with_any_characters(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text(
+        "# @package _global_\nexperiment:\n  points:\n    - {label: first, model: vanilla, seed: 1}\n"
+        "    - {label: next, model: mhc, init_from: '@first', seed: 1}\n"
+    )
+    overrides = ["experiment=mine", "size=micro", "output_dir='runs/lr=1, ${model.name}'"]
+    first, following = check_points(overrides, tmp_path, here=False)
+    assert following.starts == [first.directory] == ["runs/lr=1, vanilla"]
+    assert following.config.init_from == first.directory

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
 
+from depthlm.config.saved import config_text
+from depthlm.sweeps import Point
 from hydra_plugins.points_sweeper import PointsSweeper
 
+from ..report.made_up import write_run
 from .launcher import Launcher
 
 SWEEP = ["optimizer.lr=1e-3,2e-3", "seed=1", "experiment.best_over=optimizer.lr", "experiment.selection_seeds=[11]"]
@@ -76,3 +79,29 @@ def test_a_sweep_without_a_finite_loss_or_with_a_run_that_failed_fails():
         ]
     )
     assert sweep(failing) == 1
+
+
+def test_a_run_that_another_sweep_has_trained_meanwhile_does_not_fail_this_one(capsys):
+    def launch(job_overrides: Any, initial_job_idx: int) -> list[JobReturn]:
+        for overrides in job_overrides:
+            point = Point(overrides)
+            (write_run(point.directory, 3.0) / "config.yaml").write_text(config_text(point.config))
+        return [JobReturn(status=JobStatus.COMPLETED, _return_value=math.inf) for _ in job_overrides]
+
+    sweeper = PointsSweeper()
+    sweeper.config_dir, sweeper.launcher = None, SimpleNamespace(launch=launch)  # type: ignore[assignment]
+    sweeper.sweep(["seed=1,2", "optimizer.lr=2e-3"])
+    assert "2 points: 2 complete" in capsys.readouterr().out
+
+
+def test_hydra_accepts_the_new_names_of_a_point():
+    launched: list[Any] = []
+
+    def launch(job_overrides: Any, initial_job_idx: int) -> list[JobReturn]:
+        launched.extend(job_overrides)
+        return [JobReturn(status=JobStatus.COMPLETED, _return_value=1.0) for _ in job_overrides]
+
+    sweeper = PointsSweeper()
+    sweeper.config_dir, sweeper.launcher = None, SimpleNamespace(launch=launch)  # type: ignore[assignment]
+    sweeper.sweep(["data.validation.wiki.source=texts", "seed=1"])
+    assert launched == [["++data.validation.wiki.source=texts", "seed=1"]]

@@ -22,6 +22,9 @@ from depthlm.locations import CONF
 # the settings of a class, and the sources of a mixture: keys that the schema does not list
 OPEN = tuple(f"{name}." for name in (*FREE_GROUPS, *NAMED))
 
+# the group of which several options may be given
+LIST_GROUP = "tracker"
+
 Compose = Callable[[Sequence[str], str | Path | None], DictConfig]
 
 
@@ -45,7 +48,9 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
         elif (mistake := _mistake_of(override)) is not None:
             errors.append(f"{text}: {mistake}")
         elif name in available:
-            if override.value() in available[name] or (override.value() is None and name == "experiment"):
+            value = override.value()
+            options = value if isinstance(value, list) and name == LIST_GROUP else [value]
+            if all(option in available[name] for option in options) or (value is None and name == "experiment"):
                 groups.append(text)
             else:
                 errors.append(_no_such_option(text, override, available[name], config_dir))
@@ -80,7 +85,8 @@ def _mistake_of(override: Override) -> str | None:
     if override.is_interval_sweep():
         return f"an interval lists no values; write {name}=a,b, or add hydra/sweeper=optuna"
     if override.is_sweep_override():
-        return "several values; add -m to train each (without run=), or write [a,b] for a list"
+        hint = "" if _is_group(name) and name != LIST_GROUP else ", or write [a,b] for a list"
+        return f"several values; add -m to train each (without run=){hint}"
     if override.is_add() and name in keys():
         return "the key has a value already; leave out the +"
     return None
@@ -135,15 +141,24 @@ def _broken_file(error: yaml.YAMLError) -> str:
 
 
 def is_odd(text: str) -> bool:
-    """Return whether an override that composes is still a mistake: it deletes a key or sets an empty group."""
-    if not text.startswith("~") and "{" not in text:
+    """Return whether an override that composes is still a mistake: it deletes a key, or sets an empty group.
+
+    Hydra would merge the options of a list.
+    """
+    if not text.startswith("~") and "{" not in text and "=[" not in text:
         # parsing every override of every point of a sweep would be slow
         return False
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException:
         return True
-    return override.is_delete() or (not override.is_sweep_override() and override.value() == {})
+    name, value = override.key_or_group, override.value()
+    is_list = isinstance(value, list) and _is_group(name) and name != LIST_GROUP
+    return override.is_delete() or (not override.is_sweep_override() and (value == {} or is_list))
+
+
+def _is_group(name: str) -> bool:
+    return "." not in name and name not in keys()
 
 
 def _refuse_deletion(text: str, name: str, groups: Iterable[str]) -> list[str]:

@@ -109,6 +109,8 @@ BROKEN: list[tuple[str, dict[str, str]]] = [
             "training.activation_checkpointing=selective training.compile=true": "activation_checkpointing=selective",
         },
     ),
+    ("tracker=[wandb,tensorboard]", {"data=[lm1b,c4]": "no such data; allowed"}),
+    ("", {"data=[lm1b,c4]": "no such data; allowed"}),
     ("data=c4", {"data.split=validation": "data.split=validation: the model would be validated on its training"}),
     (
         "data.sources.a.hub=x/y data.sources.a.weight=1 data.validation.w.source=.",
