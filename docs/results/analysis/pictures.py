@@ -205,7 +205,7 @@ def draw_completep(study: completep.Study, path: Path, stamp: str) -> None:
     )
     legend_below(figure, [panel])
     grid(panel)
-    save(figure, path, f"{stamp}; below 0: better than vanilla\n{BARS}")
+    save(figure, path, f"{stamp}; below 0: better than vanilla\n{BARS}; the control has no luck")
 
 
 def styles() -> dict[str, Style]:
