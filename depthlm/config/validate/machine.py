@@ -89,6 +89,9 @@ def _check_device(config: Config) -> list[str]:
         errors.append(f"precision=fp16: DeepSpeed refuses fp16 on a CPU; allowed here: fp32, bf16, auto{hint}")
     from depthlm.ops.backend import launch_lacks, missing
 
+    if config.kernels == "naive" and config.precision.name in ("bf16", "fp16"):
+        given = f"kernels=naive with precision={config.precision.name}"
+        errors.append(f"{given}: the definitions are for fp32; allowed: precision=fp32")
     if config.kernels == "triton" and (reason := missing(device)):
         errors.append(f"kernels=triton: {reason}; allowed here: kernels=auto or torch")
     if config.training.compile is True and device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):

@@ -109,6 +109,7 @@ BROKEN: list[tuple[str, dict[str, str]]] = [
             "training.activation_checkpointing=selective training.compile=true": "activation_checkpointing=selective",
         },
     ),
+    ("kernels=naive", {"precision=bf16": "kernels=naive with precision=bf16: the definitions are for fp32"}),
     ("tracker=[wandb,tensorboard]", {"data=[lm1b,c4]": "no such data; allowed"}),
     ("", {"data=[lm1b,c4]": "no such data; allowed"}),
     ("data=c4", {"data.split=validation": "data.split=validation: the model would be validated on its training"}),
