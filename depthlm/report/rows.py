@@ -113,11 +113,14 @@ def choice_luck(means: Sequence[float], error: float) -> float:
     return float(np.sqrt(chances @ (observed - chances @ observed) ** 2))
 
 
-def luck_of(rows: Sequence[Row], selection: Sequence[Row], column: Column) -> dict[str, float]:
+def luck_of(
+    rows: Sequence[Row], selection: Sequence[Row], column: Column, seeds: int | None = None
+) -> dict[str, float]:
     """Return the standard deviation that the choice of a value adds to the column of each row, by its label.
 
     rows: of one series, whose pooled deviation over seeds is taken to be that of the runs that choose. selection: the
-    rows of these. 0 where nothing was chosen, or where no row has two seeds.
+    rows of these. seeds: over how many a mean of them is; None: as many as they have. 0 where nothing was chosen, or
+    where no row has two seeds.
     """
     known = pool_deviations([measure_column(row, column) for row in rows])
     grids: dict[frozenset[tuple[str, str]], list[Row]] = {}
@@ -129,7 +132,8 @@ def luck_of(rows: Sequence[Row], selection: Sequence[Row], column: Column) -> di
         # a value that diverged with a seed is not chosen
         losses = [list(values) for each in grid if len(values := by_seed(each, column).values()) == len(each.runs)]
         sign = 1 if column.better == "lower" else -1
-        error = measured.deviation / math.sqrt(len(losses[0])) if losses and measured and measured.deviation else 0.0
+        deviation = measured.deviation or 0.0 if losses and measured else 0.0
+        error = deviation / math.sqrt(seeds or len(losses[0])) if losses else 0.0
         luck[row.label] = choice_luck([sign * fmean(values) for values in losses], error)
     return luck
 

@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 import numpy as np
 from scipy.optimize import brentq
 
-from depthlm.report.rows import Measured, by_seed, normal_quantile, over_seeds, student_t
+from depthlm.report.rows import Measured, by_seed, luck_of, normal_quantile, over_seeds, student_t
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Cell, Table, cells, number_text
 from docs.results.analysis.depth import LARGEST_DEVIATION
@@ -106,6 +106,9 @@ class Study:
 def study_of(sweep: Sweep) -> Study:
     """Return the cells of the sweep whose runs are complete."""
     losses, luck, rates, diverged = {}, {}, {}, []
+    # the question takes the deviation over seeds, and not that of a mean over the two that choose
+    chance = [luck_of(each.rows, sweep.selection, sweep.first[1], seeds=1) for each in sweep.series]
+    of_rows = {label: value for each in chance for label, value in each.items()}
     for row in sweep.rows:
         label = "standard" if row.settings["parametrization"] == "standard" else "CompleteP"
         place = row.settings["model"], label, int(row.settings["size.num_layers"])
@@ -113,7 +116,7 @@ def study_of(sweep: Sweep) -> Study:
         if any(run.diverged for run in row.runs):
             diverged.append(place)
         elif len(known) == len(row.runs):
-            losses[place], luck[place] = known, sweep.luck[row.label]
+            losses[place], luck[place] = known, of_rows[row.label]
             rates[place] = row.settings["optimizer.lr"]
     return Study(losses, luck, rates, diverged)
 
