@@ -53,9 +53,9 @@ class PointsSweeper(Sweeper):
         failed = [
             point.directory
             for point, job in zip(launched, done, strict=True)
-            if (job.status != JobStatus.COMPLETED or job.return_value == math.inf)
-            # another sweep may have trained it meanwhile
-            and not (diverged(point) or is_done(point))
+            if not diverged(point)
+            # without a result here, another sweep may have trained it meanwhile
+            and (job.status != JobStatus.COMPLETED or (job.return_value == math.inf and not is_done(point)))
         ]
         # points that were refused: their directory contains a complete run with other settings, or nothing
         refused = [directory for directory in failed if read_run(directory).state in (COMPLETE, WAITING)]

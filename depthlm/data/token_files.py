@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from depthlm.data.corpora.documents import LONGEST, PIECE, PIECES
+from depthlm.data.corpora.documents import PIECE, PIECES
 from depthlm.data.corpora.sources import all_sources, is_remote, train_sources, validation_sources
 from depthlm.data.manifest import VERIFY, VERSION, Manifest, Shard, check_sizes, little_endian
 from depthlm.data.settings import Data, Source
@@ -204,8 +204,6 @@ def settings(name: str, source: Source, data: Data) -> dict[str, Any]:
     Raises DataError for a tokenizer that cannot be read.
     """
     result: dict[str, Any] = {"version": VERSION} | _text(name, source) | _tokenizer(data)
-    if data.on_bad_document == "skip" and data.max_document_bytes != LONGEST:
-        result["max_document_bytes"] = data.max_document_bytes
     if name in data.validation:
         result |= {"held_out": "all"}
     else:

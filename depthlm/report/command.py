@@ -1,5 +1,6 @@
 """`python -m depthlm report`: writes report.md and its figures, and prints the main table."""
 
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ def report(arguments: Sequence[str], config_dir: str | Path | None = None) -> Pa
     options = dict(text.split("=", 1) for text in arguments if text.startswith(OPTIONS))
     overrides = [text for text in arguments if not text.startswith(OPTIONS)]
     to, baseline = options.get("to"), options.get("baseline")
-    folders = [text for text in overrides if Path(text).is_dir() or ("=" not in text and not text.startswith("~"))]
+    folders = [text for text in overrides if os.path.isdir(text) or ("=" not in text and not text.startswith("~"))]
     if folders:
         settings = [text for text in overrides if text not in folders]
         if settings:

@@ -279,10 +279,10 @@ def _check_data(config: Config) -> list[str]:
                     f"data.validation.{name}.{whole} instead"
                 )
     for name, source in data.sources.items():
-        if data.source is not None and source.source is None and source.hub is not None:
+        if data.source is not None and source.hub is not None and source.source is None and source.files is None:
             errors.append(
                 f"data.source={data.source}: data.sources.{name}.hub={source.hub} has text of its own; give "
-                "data.sources.<name>.source to those sources that have local text"
+                "data.sources.<name>.source, or .files of data.source, to those sources that have local text"
             )
     for source in train_sources(data).values():
         split = source.split or "train"

@@ -91,7 +91,7 @@ def _check_device(config: Config) -> list[str]:
 
     if config.kernels == "naive" and config.precision.name in ("bf16", "fp16"):
         given = f"kernels=naive with precision={config.precision.name}"
-        errors.append(f"{given}: the definitions are for fp32; allowed: precision=fp32")
+        errors.append(f"{given}: the definitions are for fp32; allowed: precision=fp32, or kernels=torch")
     if config.kernels == "triton" and (reason := missing(device)):
         errors.append(f"kernels=triton: {reason}; allowed here: kernels=auto or torch")
     if config.training.compile is True and device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):

@@ -27,7 +27,6 @@ def test_only_settings_that_change_the_bytes_change_the_folder(local, tmp_path):
         {}, {"tokenizer": "bytes"}, {"vocab_size": 400}, {"validation_fraction": 0.1}, {"suffixes": [".txt"]},
         {"source": str(tmp_path / "copy")}, {"name": "other"}, {"max_tokens": 5}, {"shard_tokens": 7},
         {"files": "*0.txt"}, {"validation_files": "*0.txt"}, {"text_field": "body"},
-        {"on_bad_document": "skip", "max_document_bytes": 9},
     ]  # fmt: skip
     folders = [next(iter(token_folders(local(**change)).values())) for change in changes]
     assert len(set(folders)) == len(changes)
