@@ -132,7 +132,7 @@ def luck_of(
         # a value that diverged with a seed is not chosen
         losses = [list(values) for each in grid if len(values := by_seed(each, column).values()) == len(each.runs)]
         sign = 1 if column.better == "lower" else -1
-        deviation = measured.deviation or 0.0 if losses and measured else 0.0
+        deviation = (measured.deviation if measured else None) or 0.0
         error = deviation / math.sqrt(seeds or len(losses[0])) if losses else 0.0
         luck[row.label] = choice_luck([sign * fmean(values) for values in losses], error)
     return luck

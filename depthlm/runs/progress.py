@@ -66,9 +66,9 @@ def progress_of(run: RunRecord) -> RunProgress:
         tokens_per_step = sum(row.tokens for row in rows) / sum(row.steps for row in rows)
         remaining = (steps - step) * tokens_per_step / speed
     gpus = devices if environment.get("device_type") == "cuda" and type(devices) is int else None
-    # of all steps, if the rows are lost
-    trained = (finite(run.summary.get("wall_seconds")) or 0.0) * (gpus or 0)
-    trained = sum(row.seconds * (row.ranks or gpus or 0) for row in rows) or trained
+    trained = sum(row.seconds * (row.ranks or gpus or 0) for row in rows)
+    if not rows:
+        trained = (finite(run.summary.get("wall_seconds")) or 0.0) * (gpus or 0)
     return RunProgress(
         step=step if type(step) is int else None,
         steps=steps if type(steps) is int else None,
@@ -145,8 +145,13 @@ def _timed_rows(metrics: Iterable[Mapping[str, Any]]) -> list[_TimedRow]:
             before = tokens * step / row["step"]
         if row["step"] > step and tokens and speed and tokens > before and speed > 0:
             ranks = row.get("world_size")
-            seconds = (tokens - before) / speed
-            known = ranks if type(ranks) is int else None, finite(row.get("mfu"))
-            rows.append(_TimedRow(row["step"] - step, tokens - before, seconds, *known))
+            timed = _TimedRow(
+                steps=row["step"] - step,
+                tokens=tokens - before,
+                seconds=(tokens - before) / speed,
+                ranks=ranks if type(ranks) is int else None,
+                mfu=finite(row.get("mfu")),
+            )
+            rows.append(timed)
             step, before = row["step"], tokens
     return rows

@@ -16,6 +16,7 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
 from depthlm.config.hydra_context import available_groups, value_text
 from depthlm.config.keys import FREE_GROUPS, NAMED, check_fields, flatten, keys
+from depthlm.config.names import is_key
 from depthlm.errors import join_names, nearest
 from depthlm.locations import CONF
 
@@ -85,7 +86,7 @@ def _mistake_of(override: Override) -> str | None:
     if override.is_interval_sweep():
         return f"an interval lists no values; write {name}=a,b, or add hydra/sweeper=optuna"
     if override.is_sweep_override():
-        hint = "" if _is_group(name) and name != LIST_GROUP else ", or write [a,b] for a list"
+        hint = ", or write [a,b] for a list" if is_key(name) or name == LIST_GROUP else ""
         return f"several values; add -m to train each (without run=){hint}"
     if override.is_add() and name in keys():
         return "the key has a value already; leave out the +"
@@ -153,12 +154,8 @@ def is_odd(text: str) -> bool:
     except HydraException:
         return True
     name, value = override.key_or_group, override.value()
-    is_list = isinstance(value, list) and _is_group(name) and name != LIST_GROUP
+    is_list = isinstance(value, list) and not is_key(name) and name != LIST_GROUP
     return override.is_delete() or (not override.is_sweep_override() and (value == {} or is_list))
-
-
-def _is_group(name: str) -> bool:
-    return "." not in name and name not in keys()
 
 
 def _refuse_deletion(text: str, name: str, groups: Iterable[str]) -> list[str]:

@@ -5,6 +5,7 @@ docs/results/question_completep.md defines the differences, their intervals and 
 
 import itertools
 import math
+from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
@@ -107,8 +108,7 @@ def study_of(sweep: Sweep) -> Study:
     """Return the cells of the sweep whose runs are complete."""
     losses, luck, rates, diverged = {}, {}, {}, []
     # the question takes the deviation over seeds, and not that of a mean over the two that choose
-    chance = [luck_of(each.rows, sweep.selection, sweep.first[1], seeds=1) for each in sweep.series]
-    of_rows = {label: value for each in chance for label, value in each.items()}
+    of_rows = ChainMap(*(luck_of(each.rows, sweep.selection, sweep.first[1], seeds=1) for each in sweep.series))
     for row in sweep.rows:
         label = "standard" if row.settings["parametrization"] == "standard" else "CompleteP"
         place = row.settings["model"], label, int(row.settings["size.num_layers"])
